@@ -1,0 +1,153 @@
+//! What a caller gets: how a command ended, and what it left.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// How a command ended. The same object in `--json`, in MCP results and in the library.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[non_exhaustive]
+pub struct RunResult {
+    /// Exit status; `null` after a signal or timeout.
+    pub exit_code: Option<i32>,
+    /// The signal that ended the command.
+    pub signal: Option<i32>,
+    /// Standard output as text; empty when it was streamed.
+    pub stdout: String,
+    /// Standard error as text; empty when it was streamed.
+    pub stderr: String,
+    /// Whether the time ran out.
+    pub timed_out: bool,
+    /// Whether a process was killed for want of memory.
+    pub oom: bool,
+    /// Whether `stdout` or `stderr` holds less than the command wrote.
+    pub truncated: bool,
+    /// Bytes that the command wrote to standard output.
+    pub stdout_bytes: u64,
+    /// Bytes that the command wrote to standard error.
+    pub stderr_bytes: u64,
+    /// Whether the limit of the output folder (or the host's disk) was met.
+    pub output_limit_hit: bool,
+    /// Milliseconds that the command ran.
+    pub duration_ms: u64,
+    /// What became of the sandbox.
+    pub sandbox: SandboxFate,
+    /// The kept sandbox.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub sandbox_id: Option<String>,
+    /// What the VM ran on.
+    pub host: HostKind,
+    /// What changed in the output folder, sorted by path.
+    pub files: Vec<FileChange>,
+}
+
+impl RunResult {
+    /// A result of a discarded sandbox on a native host in which nothing has happened yet.
+    pub fn new() -> Self {
+        Self {
+            exit_code: None,
+            signal: None,
+            stdout: String::new(),
+            stderr: String::new(),
+            timed_out: false,
+            oom: false,
+            truncated: false,
+            stdout_bytes: 0,
+            stderr_bytes: 0,
+            output_limit_hit: false,
+            duration_ms: 0,
+            sandbox: SandboxFate::Discarded,
+            sandbox_id: None,
+            host: HostKind::Native,
+            files: Vec::new(),
+        }
+    }
+
+    /// Exit status of `casulo run` for this result: the command's own, 128+n, or 124.
+    pub fn exit_status(&self) -> u8 {
+        if self.timed_out {
+            return 124;
+        }
+        let status = match (self.exit_code, self.signal) {
+            (Some(code), _) => code,
+            (None, Some(signal)) => signal.saturating_add(128),
+            (None, None) => 125,
+        };
+        u8::try_from(status & 0xff).unwrap_or(125)
+    }
+}
+
+impl Default for RunResult {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What became of a sandbox.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SandboxFate {
+    /// It lives on under its id.
+    Kept,
+    /// It is gone.
+    Discarded,
+}
+
+/// What a VM ran on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum HostKind {
+    /// This machine's own KVM.
+    Native,
+    /// KVM of an emulated machine: for development, no boundary against hostile code.
+    Emulated,
+}
+
+/// A file that a task left in, changed in or removed from the output folder.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[non_exhaustive]
+pub struct FileChange {
+    /// Relative to the output folder; bytes that are not UTF-8 are replaced.
+    pub path: String,
+    /// What it is.
+    pub kind: FileKind,
+    /// Bytes.
+    pub size: u64,
+    /// SHA-256 in lower-case hex; regular files only.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub sha256: Option<String>,
+    /// What happened to it.
+    pub change: Change,
+}
+
+impl FileChange {
+    /// A change without a digest.
+    pub fn new(path: String, kind: FileKind, size: u64, change: Change) -> Self {
+        Self { path, kind, size, sha256: None, change }
+    }
+}
+
+/// Kind of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum FileKind {
+    /// A regular file.
+    File,
+    /// A folder.
+    Directory,
+    /// A symbolic link, never followed.
+    Symlink,
+    /// Anything else.
+    Other,
+}
+
+/// What happened to a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Change {
+    /// It is new.
+    Created,
+    /// Its content or metadata changed.
+    Modified,
+    /// It is gone.
+    Deleted,
+}

@@ -1,0 +1,2 @@
+//! The `casulo` command.
+fn main() {}

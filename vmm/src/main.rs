@@ -1,0 +1,2 @@
+//! Placeholder until the first commit of this part.
+fn main() {}

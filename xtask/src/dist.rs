@@ -1,0 +1,11 @@
+//! One tarball that runs from any folder.
+
+use anyhow::{Result, bail};
+
+/// Options.
+#[derive(clap::Args)]
+pub(crate) struct Args {}
+
+pub(crate) fn run(_args: Args) -> Result<()> {
+    bail!("not there yet")
+}

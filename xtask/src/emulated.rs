@@ -1,0 +1,11 @@
+//! Prepares the kernel and modules of the emulated host.
+
+use anyhow::{Result, bail};
+
+/// Options.
+#[derive(clap::Args)]
+pub(crate) struct Args {}
+
+pub(crate) fn run(_args: Args) -> Result<()> {
+    bail!("not there yet")
+}

@@ -1,0 +1,11 @@
+//! Builds the guest kernel.
+
+use anyhow::{Result, bail};
+
+/// Options.
+#[derive(clap::Args)]
+pub(crate) struct Args {}
+
+pub(crate) fn run(_args: Args) -> Result<()> {
+    bail!("not there yet")
+}

@@ -1,0 +1,55 @@
+//! What a developer or a new user runs: `cargo xtask build|test|demo|bench|kernel|images|dist`.
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+mod bench;
+mod build;
+mod demo;
+mod dist;
+mod emulated;
+mod images;
+mod kernel;
+mod paths;
+mod sh;
+mod test;
+
+#[derive(Parser)]
+#[command(about = "Build, test and try Casulo from its sources", name = "cargo xtask")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Release binaries, kernel and images, ready for `target/release/casulo`
+    Build(build::Args),
+    /// Everything CI checks: format, lints, licences, unit tests, guest tests
+    Test(test::Args),
+    /// Set everything up and run the main job on a real file
+    Demo(demo::Args),
+    /// Measure Casulo and its rivals
+    Bench(bench::Args),
+    /// The guest kernel
+    Kernel(kernel::Args),
+    /// The guest images and the agent's boot volume
+    Images(images::Args),
+    /// The kernel and modules of the emulated host
+    Emulated(emulated::Args),
+    /// One tarball that runs from any folder
+    Dist(dist::Args),
+}
+
+fn main() -> Result<()> {
+    match Cli::parse().command {
+        Command::Build(args) => build::run(args),
+        Command::Test(args) => test::run(args),
+        Command::Demo(args) => demo::run(args),
+        Command::Bench(args) => bench::run(args),
+        Command::Kernel(args) => kernel::run(args),
+        Command::Images(args) => images::run(args),
+        Command::Emulated(args) => emulated::run(args),
+        Command::Dist(args) => dist::run(args),
+    }
+}

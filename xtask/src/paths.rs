@@ -1,0 +1,44 @@
+//! Where things are: the checkout, the user's cache folder and `CASULO_HOME`.
+
+use std::env;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+/// Root of the checkout.
+pub(crate) fn root() -> PathBuf {
+    let manifest = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    manifest.parent().map(PathBuf::from).unwrap_or(manifest)
+}
+
+fn home() -> Result<PathBuf> {
+    env::var_os("HOME")
+        .filter(|h| !h.is_empty())
+        .map(PathBuf::from)
+        .context("HOME is not set, so there is no place for caches; set HOME")
+}
+
+fn xdg(variable: &str, below_home: &str) -> Result<PathBuf> {
+    match env::var_os(variable).map(PathBuf::from) {
+        Some(path) if path.is_absolute() => Ok(path.join("casulo")),
+        _ => Ok(home()?.join(below_home).join("casulo")),
+    }
+}
+
+/// What can be built again: kernels, packages, layers, by the hash of their inputs.
+pub(crate) fn cache() -> Result<PathBuf> {
+    xdg("XDG_CACHE_HOME", ".cache")
+}
+
+/// `CASULO_HOME`: what the `casulo` command uses.
+pub(crate) fn casulo_home() -> Result<PathBuf> {
+    match env::var_os("CASULO_HOME").filter(|h| !h.is_empty()) {
+        Some(path) => Ok(PathBuf::from(path)),
+        None => xdg("XDG_DATA_HOME", ".local/share"),
+    }
+}
+
+/// Folder of the static release binaries.
+pub(crate) fn binaries() -> PathBuf {
+    root().join("target/x86_64-unknown-linux-gnu/release")
+}

@@ -1,0 +1,76 @@
+//! Running other programs, with errors that say what failed and what it printed.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+/// Runs a command with its output on this terminal.
+pub(crate) fn run(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
+    if !status.success() {
+        bail!("{command:?} failed: {status}");
+    }
+    Ok(())
+}
+
+/// Runs a command quietly and gives its standard output; an error holds the end of its stderr.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let out = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot start {command:?}"))?;
+    if !out.status.success() {
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        let lines: Vec<&str> = stderr.lines().collect();
+        let tail = lines.get(lines.len().saturating_sub(15)..).unwrap_or_default().join("\n");
+        bail!("{command:?} failed: {}\n{tail}", out.status);
+    }
+    Ok(String::from_utf8_lossy(&out.stdout).into_owned())
+}
+
+/// Whether a program is in `PATH` (the sbin folders included, which users' paths lack on Debian).
+pub(crate) fn has(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin".into(), "/sbin".into()])
+        .any(|dir| dir.join(program).is_file())
+}
+
+/// Installs Debian packages whose `(program or file, package)` is missing; sudo when not root.
+///
+/// An entry that begins with `/` is a file, any other a program.
+pub(crate) fn need(wanted: &[(&str, &str)]) -> Result<()> {
+    let mut missing: Vec<&str> = wanted
+        .iter()
+        .filter(
+            |(what, _)| {
+                if what.starts_with('/') { !Path::new(what).exists() } else { !has(what) }
+            },
+        )
+        .map(|(_, package)| *package)
+        .collect();
+    missing.sort_unstable();
+    missing.dedup();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    eprintln!("installing Debian packages: {}", missing.join(" "));
+    apt(&["update", "-qq"])?;
+    let mut args = vec!["install", "-y", "-qq", "--no-install-recommends"];
+    args.extend(&missing);
+    apt(&args).with_context(|| {
+        format!("cannot install {}; install them by hand and try again", missing.join(" "))
+    })
+}
+
+fn apt<S: AsRef<OsStr>>(args: &[S]) -> Result<()> {
+    let root = output(Command::new("id").arg("-u"))?.trim() == "0";
+    let mut command = if root { Command::new("apt-get") } else { Command::new("sudo") };
+    if !root {
+        command.arg("apt-get");
+    }
+    command.args(args).env("DEBIAN_FRONTEND", "noninteractive");
+    output(&mut command).map(drop)
+}
