@@ -1,0 +1,3 @@
+//! Devices of the machine.
+
+pub mod virtio;

@@ -1,0 +1,149 @@
+//! Virtio devices: what a device is, and what the transport gives it.
+//!
+//! The transport ([virtio-mmio version 2][spec]) lives on the bus and is driven by vCPU threads. A
+//! device lives on a worker thread of its own, which calls it at activation, when the driver kicks a
+//! queue, and when the device's own descriptor becomes readable. So a device needs no locks.
+//!
+//! [spec]: https://docs.oasis-open.org/virtio/virtio/v1.2/virtio-v1.2.html
+
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use vmm_sys_util::eventfd::EventFd;
+
+/// The guest's memory, shared by all threads.
+pub type GuestMemory = vm_memory::GuestMemoryMmap<()>;
+
+/// A virtio device, owned and driven by one worker thread.
+///
+/// An error from any method marks the device `NEEDS_RESET`; the VM and its other devices go on.
+pub trait VirtioDevice: Send + 'static {
+    /// Device type, one of `VIRTIO_ID_*`.
+    fn device_type(&self) -> u32;
+    /// Feature bits that the device offers beside `VERSION_1`, `EVENT_IDX` and `INDIRECT_DESC`, which
+    /// the transport adds.
+    fn features(&self) -> u64;
+    /// Largest size of each queue, in order: powers of two, at most 32,768.
+    fn queue_sizes(&self) -> Vec<u16>;
+    /// The configuration space. It is constant: the transport takes one copy.
+    fn config(&self) -> Vec<u8>;
+    /// The driver is ready (`DRIVER_OK`); all queues are valid.
+    fn activate(&mut self, activation: Activation) -> Result<(), DeviceError>;
+    /// The driver kicked a queue.
+    fn queue_event(&mut self, queue: usize) -> Result<(), DeviceError>;
+    /// One more descriptor to wait for while active, such as the device's own epoll set.
+    fn poll_fd(&self) -> Option<RawFd> {
+        None
+    }
+    /// [`VirtioDevice::poll_fd`] is readable. It is asked again until it is not.
+    fn poll_event(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    /// The driver reset the device: forget the queues and all that belongs to the driver.
+    fn reset(&mut self);
+    /// Bring the device to a state in which nothing is in flight, before [`VirtioDevice::save`].
+    fn pause(&mut self) {}
+    /// The device's own state; the transport saves queues and features.
+    fn save(&self) -> Result<serde_json::Value, DeviceError>;
+    /// Takes back what [`VirtioDevice::save`] gave.
+    fn restore(&mut self, state: serde_json::Value) -> Result<(), DeviceError>;
+}
+
+/// What a device gets when its driver is ready.
+pub struct Activation {
+    /// The guest's memory.
+    pub memory: Arc<GuestMemory>,
+    /// The feature bits that the driver took, those of the transport included. `EVENT_IDX` is already
+    /// set in the queues.
+    pub features: u64,
+    /// All queues of [`VirtioDevice::queue_sizes`], ready and valid.
+    pub queues: Vec<virtio_queue::Queue>,
+    /// How to interrupt the driver.
+    pub interrupt: Interrupt,
+}
+
+/// Why a device cannot go on. It needs a reset by the driver; the VM lives.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// The driver broke the rules of the device or of its queues.
+    #[error("the driver broke the rules: {0}")]
+    Driver(String),
+    /// A queue operation failed: a ring or a descriptor lies outside of guest memory.
+    #[error("bad queue: {0}")]
+    Queue(#[from] virtio_queue::Error),
+    /// Guest memory could not be read or written.
+    #[error("bad guest memory access: {0}")]
+    Memory(#[from] vm_memory::GuestMemoryError),
+    /// The host failed.
+    #[error("host I/O failed: {0}")]
+    Io(#[from] io::Error),
+    /// A saved state does not fit.
+    #[error("bad saved state: {0}")]
+    State(String),
+}
+
+/// Used-buffer notification, a bit of the interrupt status register.
+pub const INTERRUPT_QUEUE: u32 = 1;
+/// Configuration change, a bit of the interrupt status register.
+pub const INTERRUPT_CONFIG: u32 = 2;
+
+/// A device's interrupt line: a status register read by the driver, and an irqfd.
+#[derive(Clone, Debug)]
+pub struct Interrupt {
+    status: Arc<AtomicU32>,
+    line: Arc<EventFd>,
+}
+
+impl Interrupt {
+    /// An interrupt that adds to `status` and then signals `line`.
+    #[must_use]
+    pub fn new(status: Arc<AtomicU32>, line: Arc<EventFd>) -> Self {
+        Self { status, line }
+    }
+
+    /// Tells the driver that buffers were used. Ask the queue first (`needs_notification`).
+    pub fn signal_queue(&self) -> io::Result<()> {
+        self.signal(INTERRUPT_QUEUE)
+    }
+
+    /// Tells the driver to look at the device's configuration and status.
+    pub fn signal_config(&self) -> io::Result<()> {
+        self.signal(INTERRUPT_CONFIG)
+    }
+
+    fn signal(&self, bit: u32) -> io::Result<()> {
+        // Ordered before the write below, which the driver's interrupt handler follows.
+        self.status.fetch_or(bit, Ordering::SeqCst);
+        match self.line.write(1) {
+            // The counter is full: the line is signalled already.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
+            other => other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm_sys_util::eventfd::EFD_NONBLOCK;
+
+    #[test]
+    fn signals_set_their_bit_and_the_line() {
+        let status = Arc::new(AtomicU32::new(0));
+        let line = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+        let interrupt = Interrupt::new(status.clone(), line.clone());
+        interrupt.signal_queue().unwrap();
+        interrupt.signal_config().unwrap();
+        assert_eq!(status.load(Ordering::SeqCst), INTERRUPT_QUEUE | INTERRUPT_CONFIG);
+        assert_eq!(line.read().unwrap(), 2);
+    }
+
+    #[test]
+    fn a_full_line_is_no_error() {
+        let line = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+        line.write(u64::MAX - 1).unwrap();
+        Interrupt::new(Arc::default(), line).signal_queue().unwrap();
+    }
+}
