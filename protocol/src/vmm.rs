@@ -1,6 +1,7 @@
 //! Control messages between `casulo` and `casulo-vmm`.
 //!
-//! One `SOCK_SEQPACKET` socket pair, inherited by the VMM as descriptor [`CONTROL_FD`]. Each packet is
+//! One `SOCK_SEQPACKET` socket pair, inherited by the VMM as descriptor [`CONTROL_FD`], its standard
+//! input; standard output is `/dev/null`, standard error a pipe for its last words. Each packet is
 //! one JSON value of at most [`MAX_PACKET`] bytes; descriptors travel beside it (`SCM_RIGHTS`). The
 //! parent sends [`Request`]s, the VMM sends [`Message`]s. The first request is [`Request::Start`]; a
 //! VMM whose control socket closes ends at once.
@@ -10,8 +11,9 @@ use serde::{Deserialize, Serialize};
 /// Version of this protocol; both sides refuse another one by name.
 pub const VERSION: u32 = 1;
 
-/// Descriptor number of the control socket in the VMM.
-pub const CONTROL_FD: i32 = 3;
+/// Descriptor number of the control socket in the VMM: standard input, because that is the one
+/// descriptor which every way to spawn a process passes on without unsafe code in the parent.
+pub const CONTROL_FD: i32 = 0;
 
 /// Largest control packet in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
