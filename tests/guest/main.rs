@@ -1,0 +1,13 @@
+//! Tests that drive the real binaries and real guests.
+//!
+//! They need KVM that runs an ordinary kernel. `cargo xtask test` runs this program in the emulated
+//! host; on a machine with real KVM it also runs as it stands. One test at a time
+//! (`--test-threads=1`): several compare what is on the machine before and after.
+
+mod compat;
+mod ending;
+mod errors;
+mod isolation;
+mod run;
+mod shares;
+mod support;

@@ -1,0 +1,185 @@
+//! The input and output shares.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use crate::support::{
+    USER, assert_output, casulo_as_user, folder, open_folder, output, pattern, run, sha256,
+};
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn input_is_visible() {
+    let input = folder();
+    fs::write(input.path().join("a.txt"), "from the host\n").unwrap();
+    fs::create_dir(input.path().join("sub")).unwrap();
+    fs::write(input.path().join("sub/b.txt"), "b\n").unwrap();
+    let script = "cat /workspace/input/a.txt /workspace/input/sub/b.txt; ls /workspace/input";
+    let out = output(run(["--input", text(input.path()), "--", "sh", "-c", script]));
+    assert_output(&out, 0, "from the host\nb\na.txt\nsub\n", "");
+}
+
+#[test]
+fn input_cannot_be_written_also_not_by_root_after_a_remount() {
+    let input = folder();
+    fs::write(input.path().join("a.txt"), "precious\n").unwrap();
+    fs::create_dir(input.path().join("dir")).unwrap();
+    let script = r#"
+cd /workspace/input
+mount -o remount,rw /workspace/input 2>/dev/null
+mkdir /tmp/again && mount -t virtiofs casulo /tmp/again 2>/dev/null
+unshare -m mount -o remount,bind,rw /workspace/input 2>/dev/null
+for base in /workspace/input /tmp/again/input; do
+  echo x > $base/new; echo x >> $base/a.txt; rm -f $base/a.txt; mv $base/a.txt $base/b.txt
+  mkdir $base/d2; rmdir $base/dir; ln $base/a.txt $base/hard; ln -s a.txt $base/soft
+  chmod 0777 $base/a.txt; touch $base/a.txt; truncate -s 0 $base/a.txt; mkfifo $base/pipe
+done 2>/dev/null
+cat /workspace/input/a.txt
+"#;
+    let out =
+        output(run(["--user", "root", "--input", text(input.path()), "--", "sh", "-c", script]));
+    assert_eq!(String::from_utf8_lossy(&out.stdout), "precious\n");
+    let mut names: Vec<_> =
+        fs::read_dir(input.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["a.txt", "dir"]);
+    assert_eq!(fs::read(input.path().join("a.txt")).unwrap(), b"precious\n");
+}
+
+#[test]
+fn a_single_file_can_be_the_input() {
+    let input = folder();
+    fs::write(input.path().join("data.csv"), "1,2\n").unwrap();
+    fs::write(input.path().join("other"), "no\n").unwrap();
+    let file = input.path().join("data.csv");
+    let out = output(run([
+        "--share",
+        &format!("{}:/workspace/data.csv:ro", text(&file)),
+        "--",
+        "cat",
+        "/workspace/data.csv",
+    ]));
+    assert_output(&out, 0, "1,2\n", "");
+}
+
+#[test]
+fn output_is_on_the_host_with_the_callers_owner() {
+    let folder = folder();
+    let script = "echo one > a; mkdir -p d/e; echo two > d/e/b; ln -s a link; mv a c; chmod 750 d; \
+                  touch gone; rm gone; stat -c %u c";
+    let out = output(run(["--output", text(folder.path()), "--", "sh", "-c", script]));
+    assert_output(&out, 0, "1000\n", "");
+    assert_eq!(fs::read(folder.path().join("c")).unwrap(), b"one\n");
+    assert_eq!(fs::read(folder.path().join("d/e/b")).unwrap(), b"two\n");
+    assert_eq!(fs::read_link(folder.path().join("link")).unwrap(), Path::new("a"));
+    assert!(!folder.path().join("gone").exists());
+    let meta = fs::metadata(folder.path().join("c")).unwrap();
+    assert_eq!(meta.uid(), rustix::process::getuid().as_raw());
+}
+
+#[test]
+fn an_ordinary_user_runs_tasks_and_owns_the_output() {
+    let folder = open_folder();
+    std::os::unix::fs::chown(folder.path(), Some(USER), Some(USER)).unwrap();
+    let script = "echo mine > a; id -u";
+    let out = output(casulo_as_user(
+        true,
+        ["run", "--host", "native", "--output", text(folder.path()), "--", "sh", "-c", script],
+    ));
+    assert_output(&out, 0, "1000\n", "");
+    let meta = fs::metadata(folder.path().join("a")).unwrap();
+    assert_eq!((meta.uid(), meta.gid()), (USER, USER));
+}
+
+#[test]
+fn two_hundred_megabytes_are_the_same_both_ways() {
+    let (input, out) = (folder(), folder());
+    let bytes = pattern(200_000_000, 7);
+    fs::write(input.path().join("big"), &bytes).unwrap();
+    let sum = sha256(&bytes);
+    drop(bytes);
+    let script = "sha256sum < /workspace/input/big; cp /workspace/input/big copy; sha256sum < copy";
+    let ran = output(run([
+        "--input",
+        text(input.path()),
+        "--output",
+        text(out.path()),
+        "--",
+        "sh",
+        "-c",
+        script,
+    ]));
+    assert_output(&ran, 0, &format!("{sum}  -\n{sum}  -\n"), "");
+    assert_eq!(sha256(&fs::read(out.path().join("copy")).unwrap()), sum);
+}
+
+#[test]
+fn without_output_the_folder_is_there_and_lost() {
+    let out = output(run(["--", "sh", "-c", "pwd; echo x > a && cat a"]));
+    assert_output(&out, 0, "/workspace/output\nx\n", "");
+}
+
+#[test]
+fn a_full_output_disk_is_enospc_and_the_programs_own_status() {
+    let folder = folder();
+    let mounted = std::process::Command::new("mount")
+        .args(["-t", "tmpfs", "-o", "size=4m", "tmpfs"])
+        .arg(folder.path())
+        .status()
+        .unwrap();
+    assert!(mounted.success());
+    let script = "import errno, os\n\
+                  try:\n f = open('big', 'wb')\n for _ in range(64): f.write(bytes(1 << 20)); f.flush()\n\
+                  except OSError as e:\n print(errno.errorcode[e.errno]); os._exit(7)\n";
+    let out = output(run(["--output", text(folder.path()), "--", "python3", "-c", script]));
+    let unmounted = std::process::Command::new("umount").arg(folder.path()).status().unwrap();
+    assert!(unmounted.success());
+    assert_eq!(out.status.code(), Some(7));
+    assert_eq!(String::from_utf8_lossy(&out.stdout), "ENOSPC\n");
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    assert!(stderr.starts_with("casulo: "), "{stderr}");
+}
+
+#[test]
+fn the_output_limit_holds() {
+    let folder = folder();
+    let script = "dd if=/dev/zero of=big bs=64k count=1000 status=none 2>/dev/null || echo refused";
+    let out = output(run([
+        "--output",
+        text(folder.path()),
+        "--output-limit",
+        "4194304",
+        "--",
+        "sh",
+        "-c",
+        script,
+    ]));
+    assert_eq!(String::from_utf8_lossy(&out.stdout), "refused\n");
+    let size = fs::metadata(folder.path().join("big")).unwrap().len();
+    assert!(size <= (4 << 20) + (1 << 20), "{size}");
+    assert!(size >= 3 << 20, "{size}");
+}
+
+#[test]
+fn links_in_the_input_lead_nowhere_on_the_host() {
+    let (input, secret) = (folder(), folder());
+    fs::write(secret.path().join("secret"), "host secret\n").unwrap();
+    std::os::unix::fs::symlink(secret.path().join("secret"), input.path().join("leak")).unwrap();
+    std::os::unix::fs::symlink(secret.path(), input.path().join("leakdir")).unwrap();
+    let script = "cat /workspace/input/leak /workspace/input/leakdir/secret 2>/dev/null; echo end";
+    let out =
+        output(run(["--user", "root", "--input", text(input.path()), "--", "sh", "-c", script]));
+    assert_output(&out, 0, "end\n", "");
+}
+
+#[test]
+fn a_scratch_disk_takes_more_than_the_memory() {
+    let script = "dd if=/dev/zero of=/home/sandbox/big bs=1M count=300 status=none && echo ok";
+    let out = output(run(["--memory", "128", "--scratch", "512", "--", "sh", "-c", script]));
+    assert_output(&out, 0, "ok\n", "");
+}
