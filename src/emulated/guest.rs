@@ -1,0 +1,272 @@
+//! Process 1 of the emulated machine: this same binary, started by its kernel as [`INIT`].
+//!
+//! It loads the modules, puts the root file system together and hands over to [`pump`]. What goes
+//! wrong before the job has started is written to the console, which ends up in the error message
+//! on this machine's side.
+
+use std::ffi::{CString, OsStr};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::mount::MountFlags;
+use rustix::net::netlink::SocketAddrNetlink;
+use rustix::net::{AddressFamily, SendFlags, SocketType};
+use rustix::system::RebootCommand;
+
+use super::job::{Export, GuestJob};
+use super::pump;
+use super::qemu::{CONTROL_PORT, DATA_PORT};
+
+/// Path in the initial file system, and how this binary knows what it is to be.
+pub(super) const INIT: &str = "/casulo-emulated-init";
+const NEW_ROOT: &str = "/newroot";
+/// How long the serial ports may take to appear.
+const PORTS_DEADLINE: Duration = Duration::from_secs(60);
+
+/// Whether this process is process 1 of an emulated machine. Then `main` must call [`init`] before
+/// anything else.
+pub fn is_init() -> bool {
+    rustix::process::getpid().is_init() && std::env::args_os().next().is_some_and(|a| a == INIT)
+}
+
+/// Runs the emulated machine, from its first process to power-off.
+pub fn init() -> ! {
+    if let Err(error) = machine() {
+        report(&format!("casulo: emulated host: {error}"));
+    }
+    rustix::fs::sync();
+    // It does not return; if it fails, ending process 1 makes the kernel panic, which ends QEMU.
+    let _ = rustix::system::reboot(RebootCommand::PowerOff);
+    std::process::exit(1)
+}
+
+fn report(message: &str) {
+    for console in ["/dev/ttyS0", "/dev/console"] {
+        if let Ok(mut file) = OpenOptions::new().write(true).open(console) {
+            if writeln!(file, "{message}").is_ok() {
+                return;
+            }
+        }
+    }
+}
+
+/// Says in an error what was tried.
+trait Context<T> {
+    fn context(self, what: impl FnOnce() -> String) -> io::Result<T>;
+}
+
+impl<T, E: Into<io::Error>> Context<T> for Result<T, E> {
+    fn context(self, what: impl FnOnce() -> String) -> io::Result<T> {
+        self.map_err(|error| {
+            let error: io::Error = error.into();
+            io::Error::new(error.kind(), format!("{}: {error}", what()))
+        })
+    }
+}
+
+fn machine() -> io::Result<()> {
+    mount("proc", Path::new("/proc"), "proc", MountFlags::empty(), "")?;
+    mount("sysfs", Path::new("/sys"), "sysfs", MountFlags::empty(), "")?;
+    mount("devtmpfs", Path::new("/dev"), "devtmpfs", MountFlags::empty(), "")?;
+    load_modules(Path::new("/modules"))?;
+    let job: GuestJob = serde_json::from_slice(&fs::read("/job.json")?)?;
+    let data = open_port(DATA_PORT)?;
+    let control = open_port(CONTROL_PORT)?;
+    root_file_system(&job.exports)?;
+    loopback_up().context(|| "cannot bring the loopback interface up".to_owned())?;
+    let hostname = job.hostname.to_os();
+    rustix::system::sethostname(hostname.as_bytes())
+        .context(|| "cannot set the host name".to_owned())?;
+    pump::run(&job, data, control)
+}
+
+fn mount(source: &str, target: &Path, kind: &str, flags: MountFlags, data: &str) -> io::Result<()> {
+    let data = CString::new(data)?;
+    rustix::mount::mount(source, target, kind, flags, data.as_c_str())
+        .context(|| format!("cannot mount {source} on {}", target.display()))
+}
+
+/// Loads the modules in the order of their file names. One that does not load is reported, and left
+/// to whoever misses it: it may belong to a device that is not there.
+fn load_modules(folder: &Path) -> io::Result<()> {
+    let mut files: Vec<PathBuf> = fs::read_dir(folder)
+        .context(|| "the initial file system has no modules".to_owned())?
+        .map(|entry| entry.map(|e| e.path()))
+        .collect::<io::Result<_>>()?;
+    files.sort();
+    for file in files {
+        match rustix::system::finit_module(File::open(&file)?, c"", 0) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => report(&format!("casulo: cannot load {}: {error}", file.display())),
+        }
+    }
+    Ok(())
+}
+
+/// Opens the serial port of this name once the other side is connected.
+fn open_port(name: &str) -> io::Result<File> {
+    let deadline = Instant::now() + PORTS_DEADLINE;
+    let mut port: Option<File> = None;
+    while Instant::now() < deadline {
+        if port.is_none() {
+            port = find_port(name)?;
+        }
+        if let Some(open) = port.take_if(|p| is_connected(p)) {
+            return Ok(open);
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Err(io::Error::new(io::ErrorKind::TimedOut, format!("there is no serial port {name}")))
+}
+
+fn find_port(name: &str) -> io::Result<Option<File>> {
+    let Ok(entries) = fs::read_dir("/sys/class/virtio-ports") else { return Ok(None) };
+    for entry in entries {
+        let entry = entry?;
+        let found = fs::read_to_string(entry.path().join("name")).unwrap_or_default();
+        let device = Path::new("/dev").join(entry.file_name());
+        if found.trim() == name && device.exists() {
+            return OpenOptions::new()
+                .read(true)
+                .write(true)
+                .open(&device)
+                .map(Some)
+                .context(|| format!("cannot open {}", device.display()));
+        }
+    }
+    Ok(None)
+}
+
+/// A port whose other side is not there yet hangs up, and reads as if it had ended.
+fn is_connected(port: &File) -> bool {
+    let mut fds = [PollFd::new(port, PollFlags::OUT)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let polled = rustix::event::poll(&mut fds, Some(&now));
+    polled.is_ok() && fds.iter().all(|fd| !fd.revents().contains(PollFlags::HUP))
+}
+
+/// Mounts everything below [`NEW_ROOT`] and makes that the root.
+fn root_file_system(exports: &[Export]) -> io::Result<()> {
+    let root = Path::new(NEW_ROOT);
+    let nothing = MountFlags::empty();
+    let private = MountFlags::NOSUID | MountFlags::NODEV;
+    mount_9p("root", root, false)?;
+    mount("proc", &root.join("proc"), "proc", nothing, "")?;
+    mount("sysfs", &root.join("sys"), "sysfs", nothing, "")?;
+    mount("cgroup2", &root.join("sys/fs/cgroup"), "cgroup2", nothing, "")?;
+    let dev = root.join("dev");
+    mount("devtmpfs", &dev, "devtmpfs", nothing, "mode=755")?;
+    for folder in ["pts", "shm", "mqueue"] {
+        fs::create_dir_all(dev.join(folder))?;
+    }
+    mount("devpts", &dev.join("pts"), "devpts", nothing, "gid=5,mode=620,ptmxmode=666")?;
+    mount("tmpfs", &dev.join("shm"), "tmpfs", private, "mode=1777")?;
+    mount("mqueue", &dev.join("mqueue"), "mqueue", nothing, "")?;
+    mount("tmpfs", &root.join("run"), "tmpfs", private, "mode=755")?;
+    fs::create_dir_all(root.join("run/lock"))?;
+    fs::set_permissions(root.join("run/lock"), fs::Permissions::from_mode(0o1777))?;
+    devices(&dev)?;
+
+    let changes = Path::new("/overlay");
+    mount("tmpfs", changes, "tmpfs", nothing, "mode=755")?;
+    for (index, folder) in ["tmp", "var/tmp"].into_iter().enumerate() {
+        let target = root.join(folder);
+        if target.symlink_metadata().is_ok_and(|m| m.is_dir()) {
+            overlay(&target, &changes.join(index.to_string()))?;
+        }
+    }
+    for export in exports {
+        let path = export.path.to_path();
+        let target = root.join(path.strip_prefix("/").unwrap_or(&path));
+        // Only where a file system of this machine hides the folder is there something to create.
+        fs::create_dir_all(&target).context(|| format!("cannot mount on {}", path.display()))?;
+        mount_9p(&export.tag, &target, export.writable)?;
+    }
+
+    rustix::process::chdir(root)?;
+    rustix::mount::mount_move(".", "/").context(|| "cannot move the root".to_owned())?;
+    rustix::process::chroot(".").context(|| "cannot change the root".to_owned())?;
+    rustix::process::chdir("/")?;
+    Ok(())
+}
+
+/// The read-only root is cached freely; what this machine writes goes through at once, so that the
+/// other side sees a file when the job has written it.
+fn mount_9p(tag: &str, target: &Path, writable: bool) -> io::Result<()> {
+    let (flags, cache) =
+        if writable { (MountFlags::empty(), "mmap") } else { (MountFlags::RDONLY, "loose") };
+    let data = format!("trans=virtio,version=9p2000.L,msize=512000,cache={cache}");
+    mount(tag, target, "9p", flags, &data)
+}
+
+/// Lets `target` be written to; the changes are kept below `changes`.
+fn overlay(target: &Path, changes: &Path) -> io::Result<()> {
+    let (upper, work) = (changes.join("upper"), changes.join("work"));
+    fs::create_dir_all(&upper)?;
+    fs::create_dir_all(&work)?;
+    fs::set_permissions(&upper, fs::Permissions::from_mode(0o1777))?;
+    let data = format!(
+        "lowerdir={},upperdir={},workdir={}",
+        target.display(),
+        upper.display(),
+        work.display()
+    );
+    mount("overlay", target, "overlay", MountFlags::empty(), &data)
+}
+
+/// What udev would do: names that programs expect, and KVM for every user.
+fn devices(dev: &Path) -> io::Result<()> {
+    for (name, target) in [
+        ("fd", "/proc/self/fd"),
+        ("stdin", "/proc/self/fd/0"),
+        ("stdout", "/proc/self/fd/1"),
+        ("stderr", "/proc/self/fd/2"),
+    ] {
+        match symlink(target, dev.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+    }
+    for name in ["kvm", "fuse", "net/tun", "vhost-vsock"] {
+        let device = dev.join(name);
+        if device.exists() {
+            fs::set_permissions(&device, fs::Permissions::from_mode(0o666))?;
+        }
+    }
+    Ok(())
+}
+
+/// `ip link set lo up`: one netlink message, RTM_NEWLINK for interface 1 with IFF_UP.
+fn loopback_up() -> io::Result<()> {
+    const RTM_NEWLINK: u16 = 16;
+    const NLM_F_REQUEST: u16 = 1;
+    const IFF_UP: u32 = 1;
+    const LOOPBACK: i32 = 1;
+    // Protocol 0 is NETLINK_ROUTE.
+    let socket = rustix::net::socket(AddressFamily::NETLINK, SocketType::RAW, None)?;
+    let mut message = Vec::with_capacity(32);
+    // nlmsghdr: length, type, flags, sequence, port
+    message.extend(32u32.to_ne_bytes());
+    message.extend(RTM_NEWLINK.to_ne_bytes());
+    message.extend(NLM_F_REQUEST.to_ne_bytes());
+    message.extend([0; 8]);
+    // ifinfomsg: family and padding, type, index, flags, mask of changed flags
+    message.extend([0; 4]);
+    message.extend(LOOPBACK.to_ne_bytes());
+    message.extend(IFF_UP.to_ne_bytes());
+    message.extend(IFF_UP.to_ne_bytes());
+    let kernel = SocketAddrNetlink::new(0, 0);
+    rustix::net::sendto(&socket, &message, SendFlags::empty(), &kernel)?;
+    Ok(())
+}
+
+/// For error messages.
+pub(super) fn display(text: &OsStr) -> std::path::Display<'_> {
+    Path::new(text).display()
+}
