@@ -1,0 +1,161 @@
+//! A Debian root file system as a tar, made by mmdebstrap.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use super::progress::Progress;
+use super::recipe::Recipe;
+use super::tree::Tree;
+use crate::sh;
+
+/// What mmdebstrap needs; `newuidmap` only for ordinary users.
+const TOOLS: [(&str, &str); 3] = [
+    ("mmdebstrap", "mmdebstrap"),
+    ("newuidmap", "uidmap"),
+    ("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring"),
+];
+
+/// Never unpacked. The copyright files stay: whoever passes an image on has to pass them on.
+const DPKG_OPTIONS: [&str; 4] = [
+    "path-exclude=/usr/share/man/*",
+    "path-exclude=/usr/share/locale/*",
+    "path-exclude=/usr/share/doc/*",
+    "path-include=/usr/share/doc/*/copyright",
+];
+
+/// Compiles all modules again. With `SOURCE_DATE_EPOCH` set, as it is while packages are installed,
+/// Python makes `.pyc` files that are checked against a hash of their source, so that every import
+/// in the guest would read the source too; and only some would be there.
+const COMPILE: &str = "chroot \"$1\" env -u SOURCE_DATE_EPOCH PYTHONHASHSEED=0 sh -c '\
+    ! test -e /usr/bin/python3 || python3 -m compileall -q -f -j 1 --invalidation-mode timestamp \
+    /usr/lib/python3.* /usr/lib/python3/dist-packages'";
+
+/// Makes the tar of a recipe's packages, the recipe's versions first, others where the archive no
+/// longer has them.
+pub(crate) fn bootstrap(recipe: &Recipe, tar: &Path, progress: &Progress) -> Result<()> {
+    let root = sh::output(Command::new("id").arg("-u"))?.trim() == "0";
+    let tools = TOOLS.iter().filter(|(tool, _)| !root || *tool != "newuidmap");
+    sh::need(&tools.copied().collect::<Vec<_>>())?;
+
+    let pins = pins(&recipe.lock)?;
+    let suite = &recipe.suite;
+    let epoch = recipe.epoch;
+    let mut command = Command::new("mmdebstrap");
+    command
+        .arg(if root { "--mode=root" } else { "--mode=unshare" })
+        .args(["--variant=essential", "--format=tar", "--architectures=amd64"])
+        .arg("--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr")
+        .arg(format!("--include={}", recipe.packages.join(",")))
+        .args(DPKG_OPTIONS.map(|option| format!("--dpkgopt={option}")))
+        .arg(format!("--setup-hook=upload {} /etc/apt/preferences.d/pins", pins.path().display()))
+        // The times that end up in the tar, before Python notes them in its `.pyc` files.
+        .arg(format!(
+            "--customize-hook=find \"$1\" -xdev -type f -newermt @{epoch} -exec touch -d @{epoch} {{}} +"
+        ))
+        .arg(format!("--customize-hook={COMPILE}"))
+        .args([suite.as_str(), "-"])
+        .arg(format!("deb http://deb.debian.org/debian {suite} main"))
+        .arg(format!("deb http://deb.debian.org/debian {suite}-updates main"))
+        .arg(format!("deb http://deb.debian.org/debian-security {suite}-security main"))
+        .env("SOURCE_DATE_EPOCH", epoch.to_string())
+        .env("PYTHONHASHSEED", "0")
+        .env("LC_ALL", "C.UTF-8")
+        .env("PATH", path())
+        .stdin(Stdio::null())
+        .stdout(File::create(tar).with_context(|| format!("cannot write {}", tar.display()))?)
+        .stderr(Stdio::piped());
+    if std::env::var_os("TMPDIR").is_none() {
+        // The chroot: too large for a /tmp in memory, and not below a home folder that the users
+        // of a user namespace cannot enter.
+        command.env("TMPDIR", "/var/tmp");
+    }
+
+    let mut child = command.spawn().context("cannot start mmdebstrap")?;
+    let mut said = Vec::new();
+    for line in BufReader::new(child.stderr.take().context("no stderr")?).split(b'\n') {
+        let line = String::from_utf8_lossy(&line?).trim_end().to_owned();
+        match line.strip_prefix("I: ") {
+            Some(step) if !step.starts_with("success in") => {
+                progress.step(step.trim_end_matches('.'))
+            }
+            _ => said.push(line),
+        }
+    }
+    let status = child.wait()?;
+    if !status.success() {
+        let tail = said.get(said.len().saturating_sub(15)..).unwrap_or_default().join("\n");
+        let all = said.join("\n");
+        bail!("mmdebstrap failed ({status}): {}\n{tail}", explain(&all, root));
+    }
+    Ok(())
+}
+
+/// Users' paths lack the sbin folders on Debian.
+fn path() -> std::ffi::OsString {
+    let mut path = std::env::var_os("PATH").unwrap_or_default();
+    path.push(":/usr/sbin:/sbin");
+    path
+}
+
+/// Preferences for apt, readable by the users of a user namespace.
+fn pins(lock: &[String]) -> Result<tempfile::NamedTempFile> {
+    use std::os::unix::fs::PermissionsExt;
+    let mut file = tempfile::Builder::new()
+        .prefix("casulo-pins-")
+        .permissions(std::fs::Permissions::from_mode(0o644))
+        .tempfile()
+        .context("cannot make a temporary file")?;
+    for (name, version) in lock.iter().filter_map(|line| line.split_once('=')) {
+        writeln!(file, "Package: {name}\nPin: version {version}\nPin-Priority: 1001\n")
+            .context("cannot write a temporary file")?;
+    }
+    Ok(file)
+}
+
+/// One sentence about a failure that a person can do something about.
+fn explain(output: &str, root: bool) -> &'static str {
+    let says = |words: &[&str]| words.iter().any(|word| output.contains(word));
+    if says(&["No space left on device"]) {
+        "the disk is full; free some space (about 1 GB in /var/tmp) or set TMPDIR to another place"
+    } else if says(&[
+        "Could not resolve",
+        "Temporary failure resolving",
+        "Failed to fetch",
+        "Could not connect",
+        "Unable to connect",
+    ]) {
+        "Debian's archive does not answer; check the network, or the proxy in http_proxy"
+    } else if !root && says(&["newuidmap", "newgidmap", "subuid", "subgid", "unshare", "uid_map"]) {
+        "this user cannot make a user namespace; add the user to /etc/subuid and /etc/subgid \
+         (`sudo usermod --add-subuids 100000-165535 --add-subgids 100000-165535 NAME`), or run as root"
+    } else if says(&["Unable to locate package", "has no installation candidate"]) {
+        "the archive does not have one of the recipe's packages"
+    } else {
+        "its last words follow"
+    }
+}
+
+/// `name=version` of every installed package, sorted, from dpkg's status file.
+pub(crate) fn packages(tree: &Tree) -> Result<Vec<String>> {
+    let status = tree.file("var/lib/dpkg/status")?.context("no package is installed")?;
+    Ok(parse_status(&String::from_utf8_lossy(&status)))
+}
+
+fn parse_status(status: &str) -> Vec<String> {
+    let mut packages: Vec<String> = status
+        .split("\n\n")
+        .filter_map(|paragraph| {
+            let field = |name: &str| {
+                paragraph.lines().find_map(|line| Some(line.strip_prefix(name)?.trim().to_owned()))
+            };
+            (field("Status:")? == "install ok installed").then_some(())?;
+            Some(format!("{}={}", field("Package:")?, field("Version:")?))
+        })
+        .collect();
+    packages.sort();
+    packages
+}

@@ -1,0 +1,230 @@
+//! The recipes of the images, `rootfs/*.toml`, and the lock files with the versions of packages.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+/// A recipe as it is in its file.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RecipeFile {
+    name: String,
+    from: Option<String>,
+    suite: Option<String>,
+    epoch: Option<u64>,
+    #[serde(default)]
+    packages: Vec<String>,
+    #[serde(default)]
+    exclude: Vec<String>,
+    #[serde(default)]
+    env: BTreeMap<String, String>,
+    workdir: Option<String>,
+    user: Option<String>,
+    #[serde(default)]
+    entrypoint: Vec<String>,
+    #[serde(default)]
+    users: Vec<User>,
+    #[serde(default)]
+    folders: Vec<FolderSpec>,
+    #[serde(default)]
+    files: Vec<FileSpec>,
+}
+
+/// A user and a group of the same name and number.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct User {
+    /// Name of both.
+    pub(crate) name: String,
+    /// Number of both.
+    pub(crate) id: u32,
+    /// Home folder; made only if it is among the folders.
+    pub(crate) home: String,
+    /// Login shell.
+    pub(crate) shell: String,
+}
+
+/// A folder to make.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct FolderSpec {
+    /// Absolute path.
+    pub(crate) path: String,
+    /// User and group id.
+    #[serde(default)]
+    pub(crate) owner: u32,
+    /// Permission bits, octal.
+    #[serde(default = "folder_mode")]
+    pub(crate) mode: String,
+}
+
+/// A file to write.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct FileSpec {
+    /// Absolute path.
+    pub(crate) path: String,
+    /// All of it.
+    pub(crate) content: String,
+    /// User and group id.
+    #[serde(default)]
+    pub(crate) owner: u32,
+    /// Permission bits, octal.
+    #[serde(default = "file_mode")]
+    pub(crate) mode: String,
+}
+
+fn folder_mode() -> String {
+    "755".into()
+}
+
+fn file_mode() -> String {
+    "644".into()
+}
+
+/// Permission bits from a recipe's octal text.
+pub(crate) fn mode(text: &str) -> Result<u16> {
+    let bits = u16::from_str_radix(text, 8).with_context(|| format!("mode {text:?}"))?;
+    ensure!(bits <= 0o7777, "mode {text:?} has more than permission bits");
+    Ok(bits)
+}
+
+/// A recipe with all that it takes from the ones below it.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Recipe {
+    /// Name of the image.
+    pub(crate) name: String,
+    /// Names of the recipes below, the lowest first.
+    pub(crate) parents: Vec<String>,
+    /// Debian release.
+    pub(crate) suite: String,
+    /// `SOURCE_DATE_EPOCH`: latest time of a file.
+    pub(crate) epoch: u64,
+    /// Packages by name, sorted; their dependencies come along.
+    pub(crate) packages: Vec<String>,
+    /// Paths to leave out.
+    pub(crate) exclude: Vec<String>,
+    /// Environment of commands.
+    pub(crate) env: BTreeMap<String, String>,
+    /// Working folder.
+    pub(crate) workdir: Option<String>,
+    /// User of commands.
+    pub(crate) user: Option<String>,
+    /// Put before commands.
+    pub(crate) entrypoint: Vec<String>,
+    /// Users to add.
+    pub(crate) users: Vec<User>,
+    /// Folders to make.
+    pub(crate) folders: Vec<FolderSpec>,
+    /// Files to write.
+    pub(crate) files: Vec<FileSpec>,
+    /// `name=version` of every package, sorted; empty: whatever the archive offers.
+    pub(crate) lock: Vec<String>,
+}
+
+impl Recipe {
+    /// Reads `NAME.toml` of a folder, the recipes that it builds on, and its lock file.
+    pub(crate) fn load(folder: &Path, name: &str) -> Result<Recipe> {
+        let mut chain = vec![read(folder, name)?];
+        while let Some(parent) = chain.last().and_then(|file| file.from.clone()) {
+            ensure!(
+                chain.iter().all(|file| file.name != parent),
+                "recipe {name} builds on itself through {parent}"
+            );
+            chain.push(read(folder, &parent)?);
+        }
+        chain.reverse();
+        let mut recipe = merge(&chain)?;
+        let lock = folder.join(format!("{name}.lock"));
+        if lock.exists() {
+            let text = fs::read_to_string(&lock)
+                .with_context(|| format!("cannot read {}", lock.display()))?;
+            recipe.lock = parse_lock(&text).with_context(|| format!("in {}", lock.display()))?;
+        }
+        Ok(recipe)
+    }
+}
+
+fn read(folder: &Path, name: &str) -> Result<RecipeFile> {
+    let path = folder.join(format!("{name}.toml"));
+    let text =
+        fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let file: RecipeFile =
+        toml::from_str(&text).with_context(|| format!("{} is not a recipe", path.display()))?;
+    ensure!(file.name == name, "{} names itself {:?}", path.display(), file.name);
+    Ok(file)
+}
+
+/// The lowest recipe first. Lists add up; single values and variables of higher ones win.
+fn merge(chain: &[RecipeFile]) -> Result<Recipe> {
+    let last = |get: fn(&RecipeFile) -> Option<String>| chain.iter().rev().find_map(get);
+    let (top, below) = chain.split_last().context("no recipe")?;
+    let mut packages: Vec<String> = chain.iter().flat_map(|f| f.packages.clone()).collect();
+    packages.sort();
+    packages.dedup();
+    Ok(Recipe {
+        name: top.name.clone(),
+        parents: below.iter().map(|file| file.name.clone()).collect(),
+        suite: last(|f| f.suite.clone()).with_context(|| format!("{}: no suite", top.name))?,
+        epoch: chain
+            .iter()
+            .rev()
+            .find_map(|f| f.epoch)
+            .with_context(|| format!("{}: no epoch", top.name))?,
+        packages,
+        exclude: chain.iter().flat_map(|f| f.exclude.clone()).collect(),
+        env: chain.iter().flat_map(|f| f.env.clone()).collect(),
+        workdir: last(|f| f.workdir.clone()),
+        user: last(|f| f.user.clone()),
+        entrypoint: top.entrypoint.clone(),
+        users: chain.iter().flat_map(|f| f.users.clone()).collect(),
+        folders: chain.iter().flat_map(|f| f.folders.clone()).collect(),
+        files: chain.iter().flat_map(|f| f.files.clone()).collect(),
+        lock: Vec::new(),
+    })
+}
+
+/// Lines `name=version`; `#` begins a comment.
+fn parse_lock(text: &str) -> Result<Vec<String>> {
+    let mut lock = Vec::new();
+    for line in text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#')) {
+        let (name, version) =
+            line.split_once('=').with_context(|| format!("{line:?} is not name=version"))?;
+        let word = |text: &str| {
+            !text.is_empty()
+                && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.~:".contains(&b))
+        };
+        ensure!(word(name) && word(version), "{line:?} is not name=version");
+        lock.push(line.to_owned());
+    }
+    lock.sort();
+    Ok(lock)
+}
+
+/// Text of a lock file.
+pub(crate) fn format_lock(name: &str, packages: &[String]) -> String {
+    format!(
+        "# Packages of the image `{name}`. Written by `cargo xtask images --update`.\n{}\n",
+        packages.join("\n")
+    )
+}
+
+/// Whether a path matches a pattern: part by part, `*` stands for any run of characters, and a
+/// pattern that matches a folder matches all below it.
+pub(crate) fn matches(pattern: &str, path: &[u8]) -> bool {
+    let mut parts = path.split(|b| *b == b'/');
+    pattern.split('/').all(|want| parts.next().is_some_and(|part| glob(want.as_bytes(), part)))
+}
+
+fn glob(pattern: &[u8], text: &[u8]) -> bool {
+    match (pattern.split_first(), text.split_first()) {
+        (None, None) => true,
+        (Some((b'*', rest)), None) => glob(rest, text),
+        (Some((b'*', rest)), Some((_, after))) => glob(rest, text) || glob(pattern, after),
+        (Some((want, rest)), Some((have, after))) => want == have && glob(rest, after),
+        _ => false,
+    }
+}
