@@ -1,3 +1,122 @@
-//! Devices of the machine.
+//! Devices of the machine, and how virtio devices are attached to it.
 
+pub mod bus;
+pub mod i8042;
+pub mod serial;
 pub mod virtio;
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
+use vm_memory::MmapRegion;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use self::serial::Console;
+use self::virtio::mmio::MmioTransport;
+use self::virtio::page::{RegisterPage, register};
+use self::virtio::worker::Worker;
+use self::virtio::{GuestMemory, Interrupt, VirtioDevice};
+use crate::arch::x86_64::boot::MmioDevice;
+use crate::builder::BuildError;
+use crate::jail::seccomp::Kind;
+use crate::kvm::refused;
+use crate::memory::{VIRTIO_SIZE, VIRTIO_START, map_pages};
+
+/// Interrupt lines for virtio devices: those of the IOAPIC that no legacy device has.
+const LINES: [u32; 17] = [5, 6, 7, 9, 10, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23];
+
+/// Virtio devices in their places.
+pub struct Attached {
+    /// The pages that the guest reads registers from.
+    pub pages: Arc<MmapRegion<()>>,
+    /// Where each device is, for the command line.
+    pub places: Vec<MmioDevice>,
+    /// The transports, in the order of their addresses.
+    pub transports: Vec<MmioTransport>,
+    /// The threads to start.
+    pub workers: Vec<(Worker, Kind)>,
+}
+
+impl Attached {
+    /// Attaches devices in order.
+    pub fn new(
+        vm: &VmFd,
+        devices: Vec<(Box<dyn VirtioDevice>, Kind)>,
+        memory: &Arc<GuestMemory>,
+        console: &Console,
+    ) -> Result<Self, BuildError> {
+        if devices.len() > LINES.len() {
+            let (count, most) = (devices.len(), LINES.len());
+            return Err(BuildError::Config(format!(
+                "{count} devices, a VM has room for {most}; use fewer disks"
+            )));
+        }
+        let size = devices.len().max(1) * usize::try_from(VIRTIO_SIZE).unwrap_or(4096);
+        let pages = map_pages(NonZeroUsize::new(size).unwrap_or(NonZeroUsize::MIN))?;
+        let mut attached =
+            Self { pages, places: Vec::new(), transports: Vec::new(), workers: Vec::new() };
+        for (index, ((device, kind), irq)) in devices.into_iter().zip(LINES).enumerate() {
+            attached.attach(vm, index, device, kind, irq, memory, console)?;
+        }
+        Ok(attached)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "called once, with what a device is made of")]
+    fn attach(
+        &mut self,
+        vm: &VmFd,
+        index: usize,
+        device: Box<dyn VirtioDevice>,
+        kind: Kind,
+        irq: u32,
+        memory: &Arc<GuestMemory>,
+        console: &Console,
+    ) -> Result<(), BuildError> {
+        let address = VIRTIO_START + index as u64 * VIRTIO_SIZE;
+        let line = Arc::new(event()?);
+        vm.register_irqfd(&line, irq).map_err(refused("connect an interrupt"))?;
+        let queue_sizes = device.queue_sizes();
+        let mut kicks = Vec::with_capacity(queue_sizes.len());
+        for queue in 0..queue_sizes.len() {
+            let kick = event()?;
+            let place = IoEventAddress::Mmio(address + register::QUEUE_NOTIFY);
+            let number = u32::try_from(queue).unwrap_or(u32::MAX);
+            vm.register_ioevent(&kick, &place, number).map_err(refused("connect a queue"))?;
+            kicks.push(kick);
+        }
+        // Acknowledgements of interrupts have no effect (see the register page): they end in KVM, in a
+        // counter that nobody reads.
+        let sink = event()?;
+        let place = IoEventAddress::Mmio(address + register::INTERRUPT_ACK);
+        vm.register_ioevent(&sink, &place, NoDatamatch).map_err(refused("connect a queue"))?;
+
+        let kicks: Arc<[EventFd]> = kicks.into();
+        let too_big = || io::Error::other("its configuration does not fit into a page");
+        let page =
+            RegisterPage::new(self.pages.clone(), index, device.device_type(), &device.config());
+        let page = Arc::new(page.ok_or_else(too_big).map_err(BuildError::Device)?);
+        let interrupt = Interrupt::of_page(page.clone(), line);
+        let features = device.features();
+        let (worker, handle) =
+            Worker::new(device, kicks.clone(), page.clone(), interrupt.clone(), console.clone())
+                .map_err(BuildError::Device)?;
+        self.places.push(MmioDevice { address, size: VIRTIO_SIZE, irq });
+        self.transports.push(MmioTransport::new(
+            page,
+            features,
+            &queue_sizes,
+            memory.clone(),
+            interrupt,
+            kicks,
+            handle,
+        ));
+        self.workers.push((worker, kind));
+        Ok(())
+    }
+}
+
+fn event() -> Result<EventFd, BuildError> {
+    EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(BuildError::Device)
+}

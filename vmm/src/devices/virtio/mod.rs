@@ -6,12 +6,21 @@
 //!
 //! [spec]: https://docs.oasis-open.org/virtio/virtio/v1.2/virtio-v1.2.html
 
+pub mod block;
+pub mod chain;
+pub mod mmio;
+pub mod page;
+pub mod rng;
+pub mod worker;
+
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use vmm_sys_util::eventfd::EventFd;
+
+use self::page::RegisterPage;
 
 /// The guest's memory, shared by all threads.
 pub type GuestMemory = vm_memory::GuestMemoryMmap<()>;
@@ -92,15 +101,30 @@ pub const INTERRUPT_CONFIG: u32 = 2;
 /// A device's interrupt line: a status register read by the driver, and an irqfd.
 #[derive(Clone, Debug)]
 pub struct Interrupt {
-    status: Arc<AtomicU32>,
+    status: Status,
     line: Arc<EventFd>,
+}
+
+/// Where the driver reads why it was interrupted.
+#[derive(Clone, Debug)]
+enum Status {
+    /// A word of its own.
+    Word(Arc<AtomicU32>),
+    /// The register page, which says "used buffers" as long as the device is active.
+    Page(Arc<RegisterPage>),
 }
 
 impl Interrupt {
     /// An interrupt that adds to `status` and then signals `line`.
     #[must_use]
     pub fn new(status: Arc<AtomicU32>, line: Arc<EventFd>) -> Self {
-        Self { status, line }
+        Self { status: Status::Word(status), line }
+    }
+
+    /// An interrupt of a device whose registers the guest reads from a page.
+    #[must_use]
+    pub fn of_page(page: Arc<RegisterPage>, line: Arc<EventFd>) -> Self {
+        Self { status: Status::Page(page), line }
     }
 
     /// Tells the driver that buffers were used. Ask the queue first (`needs_notification`).
@@ -114,8 +138,14 @@ impl Interrupt {
     }
 
     fn signal(&self, bit: u32) -> io::Result<()> {
-        // Ordered before the write below, which the driver's interrupt handler follows.
-        self.status.fetch_or(bit, Ordering::SeqCst);
+        // Either way, stored before the write below, which the driver's interrupt handler follows.
+        match &self.status {
+            Status::Word(status) => {
+                status.fetch_or(bit, Ordering::SeqCst);
+            }
+            Status::Page(page) if bit == INTERRUPT_CONFIG => page.announce_config(),
+            Status::Page(_) => {}
+        }
         match self.line.write(1) {
             // The counter is full: the line is signalled already.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),

@@ -1,0 +1,191 @@
+//! System call filters, one for each kind of thread. Any other call ends the process.
+//!
+//! The lists hold what the code of each thread calls, and what the C library and the Rust runtime call
+//! beneath it (memory, locks, the end of a thread). No list has a way to start a program, to open a network
+//! socket, or, except the file server's, to open a file.
+
+use std::collections::BTreeMap;
+
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, TargetArch,
+};
+
+use super::JailError;
+
+/// Kinds of threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// The control thread.
+    Control,
+    /// A vCPU.
+    Vcpu,
+    /// virtio-blk.
+    Block,
+    /// virtio-rng.
+    Rng,
+    /// virtio-vsock.
+    Vsock,
+    /// virtio-fs.
+    Fs,
+}
+
+/// `KVM_RUN`, `KVM_GET_REGS`: all that a vCPU thread asks of KVM.
+const VCPU_IOCTLS: [u64; 2] = [0xae80, 0x8090_ae81];
+
+/// For every thread.
+const COMMON: &[i64] = &[
+    libc::SYS_brk,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_close,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_futex,
+    libc::SYS_getpid,
+    libc::SYS_getrandom,
+    libc::SYS_gettid,
+    libc::SYS_madvise,
+    libc::SYS_mremap,
+    libc::SYS_munmap,
+    libc::SYS_nanosleep,
+    libc::SYS_read,
+    libc::SYS_restart_syscall,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sched_yield,
+    libc::SYS_sigaltstack,
+    libc::SYS_tgkill,
+    libc::SYS_write,
+];
+
+/// For every thread that runs an event loop.
+const EVENTS: &[i64] = &[
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_wait,
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+];
+
+const CONTROL: &[i64] =
+    &[libc::SYS_getrusage, libc::SYS_recvmsg, libc::SYS_sendmsg, libc::SYS_fcntl];
+
+const BLOCK: &[i64] = &[libc::SYS_fdatasync, libc::SYS_preadv, libc::SYS_pwritev];
+
+const VSOCK: &[i64] = &[
+    libc::SYS_fcntl,
+    libc::SYS_getsockopt,
+    libc::SYS_readv,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_sendto,
+    libc::SYS_setsockopt,
+    libc::SYS_shutdown,
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_settime,
+    libc::SYS_writev,
+];
+
+const FS: &[i64] = &[
+    libc::SYS_copy_file_range,
+    libc::SYS_dup,
+    libc::SYS_fallocate,
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_fchmodat2,
+    libc::SYS_fchown,
+    libc::SYS_fchownat,
+    libc::SYS_fcntl,
+    libc::SYS_fdatasync,
+    libc::SYS_fstat,
+    libc::SYS_fstatfs,
+    libc::SYS_fsync,
+    libc::SYS_ftruncate,
+    libc::SYS_getdents64,
+    libc::SYS_linkat,
+    libc::SYS_lseek,
+    libc::SYS_mkdirat,
+    libc::SYS_mknodat,
+    libc::SYS_newfstatat,
+    libc::SYS_openat,
+    libc::SYS_openat2,
+    libc::SYS_pread64,
+    libc::SYS_preadv,
+    libc::SYS_preadv2,
+    libc::SYS_pwrite64,
+    libc::SYS_pwritev,
+    libc::SYS_pwritev2,
+    libc::SYS_readlinkat,
+    libc::SYS_readv,
+    libc::SYS_renameat2,
+    libc::SYS_statfs,
+    libc::SYS_statx,
+    libc::SYS_symlinkat,
+    libc::SYS_syncfs,
+    libc::SYS_unlinkat,
+    libc::SYS_utimensat,
+    libc::SYS_writev,
+];
+
+/// The filter for a kind of thread.
+pub fn filter(kind: Kind) -> Result<BpfProgram, JailError> {
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
+    let own: &[i64] = match kind {
+        Kind::Control => CONTROL,
+        Kind::Block => BLOCK,
+        Kind::Vsock => VSOCK,
+        Kind::Fs => FS,
+        Kind::Vcpu | Kind::Rng => &[],
+    };
+    let events = if kind == Kind::Vcpu { &[] } else { EVENTS };
+    for call in COMMON.iter().chain(own).chain(events) {
+        rules.insert(*call, Vec::new());
+    }
+    // Memory is never executable.
+    let not_executable = || masked(2, libc::PROT_EXEC, 0);
+    rules.insert(libc::SYS_mmap, vec![not_executable()?]);
+    rules.insert(libc::SYS_mprotect, vec![not_executable()?]);
+    match kind {
+        Kind::Vcpu => {
+            let allowed = VCPU_IOCTLS.map(|request| equal(1, request));
+            rules.insert(libc::SYS_ioctl, allowed.into_iter().collect::<Result<_, _>>()?);
+        }
+        Kind::Vsock => {
+            let local = u64::try_from(libc::AF_UNIX).unwrap_or(u64::MAX);
+            rules.insert(libc::SYS_socketpair, vec![equal(0, local)?]);
+            rules.insert(libc::SYS_ioctl, vec![equal(1, libc::FIONBIO)?]);
+        }
+        _ => {}
+    }
+    let filter = SeccompFilter::new(
+        rules,
+        SeccompAction::KillProcess,
+        SeccompAction::Allow,
+        TargetArch::x86_64,
+    )
+    .map_err(seccompiler::Error::Backend)?;
+    Ok(BpfProgram::try_from(filter).map_err(seccompiler::Error::Backend)?)
+}
+
+/// Installs a filter for the calling thread.
+pub fn install(filter: &BpfProgram) -> Result<(), JailError> {
+    Ok(seccompiler::apply_filter(filter)?)
+}
+
+fn rule(argument: u8, operator: SeccompCmpOp, value: u64) -> Result<SeccompRule, JailError> {
+    SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)
+        .and_then(|condition| SeccompRule::new(vec![condition]))
+        .map_err(|error| JailError::Seccomp(seccompiler::Error::Backend(error)))
+}
+
+fn equal(argument: u8, value: u64) -> Result<SeccompRule, JailError> {
+    rule(argument, SeccompCmpOp::Eq, value)
+}
+
+fn masked(argument: u8, mask: libc::c_int, value: u64) -> Result<SeccompRule, JailError> {
+    rule(argument, SeccompCmpOp::MaskedEq(u64::try_from(mask).unwrap_or(u64::MAX)), value)
+}

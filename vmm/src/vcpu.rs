@@ -1,0 +1,190 @@
+//! A vCPU thread: runs the guest and serves its exits, holding no lock while it does either.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use casulo_protocol::vmm::ExitReason;
+use kvm_ioctls::{VcpuExit, VcpuFd};
+
+use crate::devices::bus::Ports;
+use crate::devices::i8042::Reset;
+use crate::devices::virtio::mmio::MmioTransport;
+use crate::memory::{VIRTIO_SIZE, VIRTIO_START};
+
+/// Exits of one vCPU; written by its thread alone.
+#[derive(Debug, Default)]
+pub struct ExitCounters {
+    /// Returns from `KVM_RUN`.
+    pub all: AtomicU64,
+    /// Of these: MMIO accesses.
+    pub mmio: AtomicU64,
+    /// Of these: port accesses.
+    pub pio: AtomicU64,
+}
+
+/// The machine as an exit sees it.
+pub struct Machine {
+    /// Ports.
+    pub ports: Ports,
+    /// Virtio devices, in the order of their addresses.
+    pub virtio: Vec<MmioTransport>,
+}
+
+impl Machine {
+    fn virtio_at(&self, address: u64) -> Option<(&MmioTransport, u64)> {
+        let offset = address.checked_sub(VIRTIO_START)?;
+        let index = usize::try_from(offset / VIRTIO_SIZE).ok()?;
+        Some((self.virtio.get(index)?, offset % VIRTIO_SIZE))
+    }
+
+    fn mmio_read(&self, address: u64, data: &mut [u8]) {
+        match self.virtio_at(address) {
+            Some((device, offset)) => device.read(offset, data),
+            None => data.fill(0xff),
+        }
+    }
+
+    fn mmio_write(&self, address: u64, data: &[u8]) {
+        if let Some((device, offset)) = self.virtio_at(address) {
+            device.write(offset, data);
+        }
+    }
+}
+
+/// One vCPU.
+pub struct Vcpu {
+    /// KVM's end.
+    pub fd: VcpuFd,
+    /// Shared by all vCPUs.
+    pub machine: Arc<Machine>,
+    /// Its own.
+    pub counters: Arc<ExitCounters>,
+}
+
+/// Why `KVM_RUN` is not to be called again.
+enum Stop {
+    Reset,
+    TripleFault,
+    /// KVM could not go on; the words lack the registers.
+    Kvm(String),
+    InternalError,
+    Asked,
+}
+
+impl Vcpu {
+    /// Runs until the guest ends (the reason) or `stop` is set and a signal arrives (`None`).
+    pub fn run(mut self, stop: &AtomicBool) -> Option<ExitReason> {
+        loop {
+            let Some(reason) = self.step(stop) else {
+                continue;
+            };
+            return match reason {
+                Stop::Asked => None,
+                Stop::Reset => Some(ExitReason::Reset),
+                Stop::TripleFault => Some(ExitReason::TripleFault),
+                Stop::Kvm(what) => Some(self.failure(&what)),
+                Stop::InternalError => {
+                    let what = self.internal_error();
+                    Some(self.failure(&what))
+                }
+            };
+        }
+    }
+
+    /// One entry into the guest and one exit.
+    fn step(&mut self, stop: &AtomicBool) -> Option<Stop> {
+        let exit = self.fd.run();
+        count(&self.counters.all);
+        match exit {
+            Ok(VcpuExit::MmioRead(address, data)) => {
+                count(&self.counters.mmio);
+                self.machine.mmio_read(address, data);
+            }
+            Ok(VcpuExit::MmioWrite(address, data)) => {
+                count(&self.counters.mmio);
+                self.machine.mmio_write(address, data);
+            }
+            Ok(VcpuExit::IoIn(port, data)) => {
+                count(&self.counters.pio);
+                self.machine.ports.read(port, data);
+            }
+            Ok(VcpuExit::IoOut(port, data)) => {
+                count(&self.counters.pio);
+                if let Some(Reset) = self.machine.ports.write(port, data) {
+                    return Some(Stop::Reset);
+                }
+            }
+            Ok(VcpuExit::Shutdown) => return Some(Stop::TripleFault),
+            Ok(VcpuExit::InternalError) => return Some(Stop::InternalError),
+            Ok(VcpuExit::Hlt) => {
+                return Some(Stop::Kvm("halt left to the VMM (KVM_EXIT_HLT)".into()));
+            }
+            Ok(VcpuExit::FailEntry(reason, cpu)) => {
+                return Some(Stop::Kvm(format!(
+                    "the processor refused to enter the guest (KVM_EXIT_FAIL_ENTRY, reason \
+                     {reason:#x}, host CPU {cpu})"
+                )));
+            }
+            Ok(VcpuExit::SystemEvent(kind, _)) => {
+                return Some(Stop::Kvm(format!("unexpected system event {kind}")));
+            }
+            Ok(other) => return Some(Stop::Kvm(format!("unexpected exit {other:?}"))),
+            Err(error) => match error.errno() {
+                // A signal, or a CPU that was just woken for its first instruction.
+                libc::EINTR | libc::EAGAIN => {
+                    if stop.load(Ordering::SeqCst) {
+                        return Some(Stop::Asked);
+                    }
+                }
+                _ => return Some(Stop::Kvm(format!("KVM_RUN failed: {error}"))),
+            },
+        }
+        None
+    }
+
+    /// The exit in words, with the registers that help to see where the guest was.
+    fn failure(&self, what: &str) -> ExitReason {
+        let registers = match self.fd.get_regs() {
+            Ok(regs) => format!(
+                "rip={:#x} rsp={:#x} rflags={:#x} rax={:#x} rbx={:#x} rcx={:#x} rdx={:#x} rsi={:#x} \
+                 rdi={:#x}",
+                regs.rip,
+                regs.rsp,
+                regs.rflags,
+                regs.rax,
+                regs.rbx,
+                regs.rcx,
+                regs.rdx,
+                regs.rsi,
+                regs.rdi
+            ),
+            Err(error) => format!("registers unknown: {error}"),
+        };
+        ExitReason::Kvm { detail: format!("{what}; {registers}") }
+    }
+
+    fn internal_error(&mut self) -> String {
+        let run = self.fd.get_kvm_run();
+        // SAFETY: the exit reason is KVM_EXIT_INTERNAL_ERROR, for which KVM fills this member; any bits
+        // are valid for it.
+        let internal = unsafe { run.__bindgen_anon_1.internal };
+        let count = usize::try_from(internal.ndata).unwrap_or(0).min(internal.data.len());
+        let name = match internal.suberror {
+            1 => "emulation",
+            2 => "simultaneous exceptions",
+            3 => "event delivery",
+            4 => "unexpected exit reason",
+            _ => "unknown",
+        };
+        format!(
+            "KVM could not go on (KVM_EXIT_INTERNAL_ERROR, sub-error {} {name}, data {:x?})",
+            internal.suberror,
+            internal.data.get(..count).unwrap_or_default()
+        )
+    }
+}
+
+/// Adds one; a plain load and store, because only one thread writes.
+fn count(counter: &AtomicU64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+}

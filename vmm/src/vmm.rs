@@ -1,0 +1,127 @@
+//! The life of a VMM: wait for the parent's word, build, serve until the guest or the parent ends.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use casulo_protocol::vmm::{Counters, ExitReason, Message, Request};
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::builder::{self, Parts, Vm};
+use crate::control::{Control, ControlError};
+
+/// Bytes of the console that come with the end of the guest.
+const CONSOLE_AT_END: usize = 16 * 1024;
+
+/// Serves one VM; returns when the process is to end. An error means that the parent is gone or broke the
+/// protocol.
+pub fn run(control: &mut Control, began: Instant) -> Result<(), ControlError> {
+    let vm = match start(control)? {
+        Ok(vm) => vm,
+        Err(failed) => return control.send(&failed, None),
+    };
+    let build_us = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
+    if control.is_closed() {
+        return Err(ControlError::Closed);
+    }
+    control.send(&Message::Started, None)?;
+    vm.start();
+    serve(control, &vm, build_us)
+}
+
+/// Receives the first request and builds the VM; the inner error is the answer to send.
+fn start(control: &mut Control) -> Result<Result<Vm, Message>, ControlError> {
+    let (config, descriptors) = match control.receive() {
+        Ok((Request::Start(config), descriptors)) => (config, descriptors),
+        Ok((other, _)) => {
+            return Ok(Err(failed("protocol", &format!("{other:?} before the start of the VM"))));
+        }
+        Err(error @ ControlError::Version(_)) => return Ok(Err(failed("version", &error))),
+        Err(error @ ControlError::Packet(_)) => return Ok(Err(failed("protocol", &error))),
+        Err(error) => return Err(error),
+    };
+    let built = Parts::new(config, descriptors).and_then(builder::build);
+    Ok(built.map_err(|error| failed(error.phase(), &error)))
+}
+
+fn failed(phase: &str, error: &dyn std::fmt::Display) -> Message {
+    Message::Failed { phase: phase.to_owned(), error: error.to_string() }
+}
+
+fn serve(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlError> {
+    loop {
+        let mut fds = [
+            PollFd::new(&*control, PollFlags::IN),
+            PollFd::from_borrowed_fd(borrow(&vm.ended_event), PollFlags::IN),
+        ];
+        match poll(&mut fds, None) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => return Err(std::io::Error::from(error).into()),
+        }
+        let [asked, ended] = fds.map(|fd| !fd.revents().is_empty());
+        if ended && let Ok(reason) = vm.ended.try_recv() {
+            let message = Message::Exited {
+                reason: with_panic(reason, vm),
+                console: vm.console.tail(CONSOLE_AT_END),
+                counters: counters(vm, build_us),
+            };
+            return control.send(&message, None);
+        }
+        if asked {
+            answer(control, vm, build_us)?;
+        }
+    }
+}
+
+fn borrow(event: &vmm_sys_util::eventfd::EventFd) -> std::os::fd::BorrowedFd<'_> {
+    use std::os::fd::AsRawFd;
+    // SAFETY: the borrow ends before the event does.
+    unsafe { std::os::fd::BorrowedFd::borrow_raw(event.as_raw_fd()) }
+}
+
+fn answer(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlError> {
+    let (request, descriptors): (Request, Vec<OwnedFd>) = control.receive()?;
+    drop(descriptors);
+    match request {
+        Request::Report => {
+            let console = vm.console.tail(CONSOLE_AT_END);
+            control.send(&Message::Report { console, counters: counters(vm, build_us) }, None)
+        }
+        Request::Connect { id, .. } => {
+            let error = "this VM has no socket device".to_owned();
+            control.send(&Message::Refused { id, error }, None)
+        }
+        Request::Listen { .. } => Ok(()),
+        Request::Start(_) => Err(ControlError::Packet("a VM is started once".into())),
+    }
+}
+
+/// A reset after a panic of the guest kernel is no orderly end.
+fn with_panic(reason: ExitReason, vm: &Vm) -> ExitReason {
+    if reason == ExitReason::Reset && vm.console.shows_panic() {
+        return ExitReason::Panic;
+    }
+    reason
+}
+
+fn counters(vm: &Vm, build_us: u64) -> Counters {
+    let mut counters = Counters { build_us, ..Counters::default() };
+    for vcpu in &vm.counters {
+        counters.exits += vcpu.all.load(Ordering::Relaxed);
+        counters.mmio_exits += vcpu.mmio.load(Ordering::Relaxed);
+        counters.pio_exits += vcpu.pio.load(Ordering::Relaxed);
+    }
+    let usage = usage();
+    counters.page_faults = u64::try_from(usage.ru_minflt).unwrap_or(0);
+    counters.max_rss_kib = u64::try_from(usage.ru_maxrss).unwrap_or(0);
+    counters
+}
+
+fn usage() -> libc::rusage {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: the kernel writes one rusage to a place of that size; it cannot fail for this process.
+    unsafe { libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) };
+    // SAFETY: it was zeroed, and every bit pattern is a value.
+    unsafe { usage.assume_init() }
+}
