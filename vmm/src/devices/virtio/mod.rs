@@ -8,6 +8,7 @@
 
 pub mod block;
 pub mod chain;
+pub mod fs;
 pub mod mmio;
 pub mod page;
 pub mod rng;

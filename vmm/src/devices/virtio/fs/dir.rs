@@ -1,0 +1,171 @@
+//! Listings: OPENDIR, READDIR, READDIRPLUS, FSYNCDIR.
+//!
+//! The place in a listing is the host file system's own cookie, so nothing is kept between requests
+//! but the descriptor and where it stands.
+
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
+
+use rustix::fs::{FileType, Mode, OFlags, RawDir, SeekFrom, fsync, openat2, seek};
+use rustix::io::Errno;
+
+use super::abi::{Dirent, EntryOut, FsyncIn, ROOT_ID, ReadIn, Wire};
+use super::handle::Open;
+use super::lookup::RESOLVE;
+use super::names::Name;
+use super::server::{Output, Server};
+use super::wire::Cursor;
+
+/// Most bytes of one listing reply.
+const MAX_REPLY: usize = 128 << 10;
+/// Bytes that are read from the host's folder at a time: at most this many, at least enough for the
+/// longest name.
+const BUFFER: (usize, usize) = (1024, 32 << 10);
+
+/// Collects entries up to a size.
+struct Listing {
+    bytes: Vec<u8>,
+    most: usize,
+    plus: bool,
+}
+
+impl Listing {
+    /// Whether one more entry with such a name fits.
+    fn fits(&self, name: &[u8]) -> bool {
+        let entry = if self.plus { EntryOut::SIZE } else { 0 };
+        let size = (entry + Dirent::SIZE).saturating_add(name.len().next_multiple_of(8));
+        self.bytes.len().saturating_add(size) <= self.most
+    }
+
+    fn push(&mut self, entry: &EntryOut, dirent: (u64, u64, FileType), name: &[u8]) {
+        let (ino, offset, kind) = dirent;
+        if self.plus {
+            entry.put(&mut self.bytes);
+        }
+        let name_len = u32::try_from(name.len()).unwrap_or(0);
+        // As in a mode, without the permissions.
+        let kind = (kind.as_raw_mode() & libc::S_IFMT) >> 12;
+        Dirent { ino, offset, name_len, kind }.put(&mut self.bytes);
+        self.bytes.extend_from_slice(name);
+        self.bytes.resize(self.bytes.len().next_multiple_of(8), 0);
+    }
+}
+
+impl Server {
+    /// OPENDIR
+    pub(super) fn opendir(&mut self, id: u64, output: &mut Output<'_>) -> Result<(), Errno> {
+        self.handles.check_room()?;
+        let open = if id == ROOT_ID {
+            Open::Root
+        } else {
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let fd = openat2(self.folder(id)?, c".", flags, Mode::empty(), RESOLVE)?;
+            Open::Dir { fd, position: 0 }
+        };
+        self.put_handle(id, open, output)
+    }
+
+    /// READDIR, READDIRPLUS
+    pub(super) fn readdir(
+        &mut self,
+        id: u64,
+        input: &mut Cursor<'_>,
+        output: &mut Output<'_>,
+        plus: bool,
+    ) -> Result<(), Errno> {
+        let wanted: ReadIn = input.take()?;
+        let most = (wanted.size as usize).min(output.memory().left()).min(MAX_REPLY);
+        let mut listing = Listing { bytes: Vec::new(), most, plus };
+        if let Open::Root = self.handles.get(wanted.handle, id)? {
+            self.list_shares(wanted.offset, &mut listing)?;
+        } else {
+            self.list_folder(id, wanted.handle, wanted.offset, &mut listing)?;
+        }
+        output.set_body(listing.bytes);
+        Ok(())
+    }
+
+    /// The entries of the synthetic root. None of them counts as a lookup.
+    fn list_shares(&self, offset: u64, listing: &mut Listing) -> Result<(), Errno> {
+        let dots = [(&b"."[..], ROOT_ID), (b"..", ROOT_ID)].into_iter();
+        let dots = dots.map(|(name, ino)| (name, ino, FileType::Directory));
+        let shares = self.shares.iter().filter_map(|share| {
+            let kind = self.nodes.get(share.root).ok()?.kind;
+            Some((share.name.as_slice(), share.root, kind))
+        });
+        let skip = usize::try_from(offset).unwrap_or(usize::MAX);
+        for ((name, ino, kind), next) in dots.chain(shares).zip(1_u64..).skip(skip) {
+            if !listing.fits(name) {
+                // An empty reply would mean the end.
+                return if listing.bytes.is_empty() { Err(Errno::INVAL) } else { Ok(()) };
+            }
+            listing.push(&EntryOut::default(), (ino, next, kind), name);
+        }
+        Ok(())
+    }
+
+    fn list_folder(
+        &mut self,
+        id: u64,
+        handle: u64,
+        offset: u64,
+        listing: &mut Listing,
+    ) -> Result<(), Errno> {
+        if i64::try_from(offset).is_err() {
+            return Err(Errno::INVAL);
+        }
+        let at_root = self.folder(id)?.is_share_root();
+        let (fd, position) = self.handles.dir(handle, id)?;
+        if *position != offset {
+            seek(fd, SeekFrom::Start(offset))?;
+            *position = offset;
+        }
+        // An entry of the guest's with attributes is some five times as large as one of the host's.
+        let share_of_reply = if listing.plus { listing.most / 4 } else { listing.most };
+        let mut buffer = vec![MaybeUninit::uninit(); share_of_reply.clamp(BUFFER.0, BUFFER.1)];
+        // The table of handles must not stay borrowed while children are looked up.
+        let fd = fd.try_clone_to_owned().map_err(|_| Errno::NFILE)?;
+        let mut last = offset;
+        let mut full = false;
+        let mut entries = RawDir::new(fd.as_fd(), &mut buffer);
+        while let Some(entry) = entries.next() {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            if !listing.fits(name) {
+                full = true;
+                break;
+            }
+            let cookie = entry.next_entry_cookie();
+            let dots = name == b"." || name == b"..";
+            // What lies above a share is not the guest's business, its inode number included.
+            let ino = if name == b".." && at_root { ROOT_ID } else { entry.ino() };
+            let plus = if listing.plus && !dots {
+                // Without a node, the guest looks the name up when it needs it, and meets the error.
+                Name::new(name).and_then(|name| self.look_up_child(id, &name)).unwrap_or_default()
+            } else {
+                EntryOut::default()
+            };
+            listing.push(&plus, (ino, cookie, entry.file_type()), name);
+            last = cookie;
+            if entries.is_buffer_empty() {
+                break;
+            }
+        }
+        if full && listing.bytes.is_empty() {
+            return Err(Errno::INVAL);
+        }
+        // If entries were read but left out, the descriptor stands further on than the guest. No
+        // cookie has this value.
+        *self.handles.dir(handle, id)?.1 = if full { u64::MAX } else { last };
+        Ok(())
+    }
+
+    /// FSYNCDIR
+    pub(super) fn fsyncdir(&mut self, id: u64, input: &mut Cursor<'_>) -> Result<(), Errno> {
+        let wanted: FsyncIn = input.take()?;
+        if let Open::Root = self.handles.get(wanted.handle, id)? {
+            return Ok(());
+        }
+        fsync(self.handles.dir(wanted.handle, id)?.0)
+    }
+}

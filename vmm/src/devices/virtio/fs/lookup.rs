@@ -1,0 +1,247 @@
+//! Nodes and their attributes: LOOKUP, GETATTR, READLINK, STATFS.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::fs::{
+    FileType, Mode, OFlags, ResolveFlags, Statx, StatxTimestamp, fstatfs, openat2, readlinkat,
+};
+use rustix::io::Errno;
+
+use super::abi::{Attr, AttrOut, EntryOut, GetattrIn, ROOT_ID, StatfsOut, flag};
+use super::names::{NAME_MAX, Name, one_name};
+use super::node::{Node, stat_fd};
+use super::server::{Output, Server, ShareState};
+use super::wire::Cursor;
+
+/// How one component of a path is resolved (see the module's text).
+pub(super) const RESOLVE: ResolveFlags = ResolveFlags::BENEATH
+    .union(ResolveFlags::NO_SYMLINKS)
+    .union(ResolveFlags::NO_MAGICLINKS)
+    .union(ResolveFlags::NO_XDEV);
+
+/// Seconds for which the guest keeps names and attributes of a cached share.
+const LONG: u64 = 3600;
+/// The same for any other share.
+const SHORT: u64 = 1;
+
+/// Permission bits that are shown and taken: set-id bits do not exist in a share.
+pub(super) const PERMISSIONS: u32 = 0o1777;
+
+/// Bytes that a request with one name may have beyond its fixed part.
+pub(super) const ONE_NAME: usize = NAME_MAX + 1;
+
+/// Opens a child of a folder as a path.
+pub(super) fn open_child(parent: impl AsFd, name: &Name) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    openat2(parent, name.as_c_str(), flags, Mode::empty(), RESOLVE)
+}
+
+impl ShareState {
+    /// Seconds for which the guest may keep names and attributes.
+    fn valid(&self) -> u64 {
+        if self.cache { LONG } else { SHORT }
+    }
+
+    /// Attributes of one of its files, as the guest sees them.
+    fn attr(&self, stat: &Statx, is_root: bool) -> Attr {
+        let mode = u32::from(stat.stx_mode);
+        // A share that is a single file cannot be a mount of its own.
+        let is_dir = FileType::from_raw_mode(mode) == FileType::Directory;
+        let seconds = |time: &StatxTimestamp| time.tv_sec.cast_unsigned();
+        Attr {
+            ino: stat.stx_ino,
+            size: stat.stx_size,
+            blocks: stat.stx_blocks,
+            atime: seconds(&stat.stx_atime),
+            mtime: seconds(&stat.stx_mtime),
+            ctime: seconds(&stat.stx_ctime),
+            atime_ns: stat.stx_atime.tv_nsec,
+            mtime_ns: stat.stx_mtime.tv_nsec,
+            ctime_ns: stat.stx_ctime.tv_nsec,
+            mode: mode & (libc::S_IFMT | PERMISSIONS),
+            nlink: stat.stx_nlink,
+            uid: self.uid,
+            gid: self.gid,
+            // Device numbers of the host mean nothing in the guest.
+            rdev: 0,
+            blksize: stat.stx_blksize,
+            flags: if is_root && is_dir { flag::ATTR_SUBMOUNT } else { 0 },
+        }
+    }
+
+    /// The reply for a node of this share.
+    pub(super) fn entry(&self, node: u64, stat: &Statx) -> EntryOut {
+        EntryOut {
+            node,
+            generation: 0,
+            entry_valid: self.valid(),
+            attr_valid: self.valid(),
+            entry_valid_ns: 0,
+            attr_valid_ns: 0,
+            attr: self.attr(stat, node == self.root),
+        }
+    }
+}
+
+impl Server {
+    /// LOOKUP
+    pub(super) fn lookup(
+        &mut self,
+        parent: u64,
+        input: &mut Cursor<'_>,
+        output: &mut Output<'_>,
+    ) -> Result<(), Errno> {
+        let name = one_name(&input.take_rest(ONE_NAME)?)?;
+        let entry = if parent == ROOT_ID {
+            self.share_entry(&name)?
+        } else {
+            match self.look_up_child(parent, &name) {
+                Err(Errno::NOENT) => self.absent(parent)?,
+                other => other?,
+            }
+        };
+        output.put(&entry);
+        Ok(())
+    }
+
+    /// The reply for the root of the share with this name.
+    fn share_entry(&self, name: &Name) -> Result<EntryOut, Errno> {
+        let name = name.as_c_str().to_bytes();
+        let share = self.shares.iter().find(|share| share.name == name).ok_or(Errno::NOENT)?;
+        Ok(share.entry(share.root, &self.nodes.get(share.root)?.stat()?))
+    }
+
+    /// The reply for a name that does not exist: node 0, which a cached share's guest may keep.
+    fn absent(&self, parent: u64) -> Result<EntryOut, Errno> {
+        let share = self.share(self.nodes.get(parent)?)?;
+        if !share.cache {
+            return Err(Errno::NOENT);
+        }
+        Ok(EntryOut { entry_valid: share.valid(), ..EntryOut::default() })
+    }
+
+    /// Looks a child up, and counts that for the guest.
+    pub(super) fn look_up_child(&mut self, parent: u64, name: &Name) -> Result<EntryOut, Errno> {
+        let fd = open_child(self.folder(parent)?, name)?;
+        self.look_up_fd(parent, fd)
+    }
+
+    /// The node of what `fd` is open on as a path, in the share of `parent`; counts a lookup.
+    pub(super) fn look_up_fd(&mut self, parent: u64, fd: OwnedFd) -> Result<EntryOut, Errno> {
+        let stat = stat_fd(fd.as_fd())?;
+        let index = self.nodes.get(parent)?.share;
+        let id = self.nodes.look_up(index, fd, &stat)?;
+        let share = self.shares.get(index).ok_or(Errno::STALE)?;
+        Ok(share.entry(id, &stat))
+    }
+
+    /// Node `id`, which is a folder of a share.
+    pub(super) fn folder(&self, id: u64) -> Result<&Node, Errno> {
+        let node = self.nodes.get(id)?;
+        if node.kind == FileType::Directory { Ok(node) } else { Err(Errno::NOTDIR) }
+    }
+
+    /// GETATTR
+    pub(super) fn getattr(
+        &mut self,
+        id: u64,
+        input: &mut Cursor<'_>,
+        output: &mut Output<'_>,
+    ) -> Result<(), Errno> {
+        let wanted: GetattrIn = input.take()?;
+        if id == ROOT_ID {
+            output.put(&AttrOut { valid: LONG, attr: self.root_attr(), ..AttrOut::default() });
+            return Ok(());
+        }
+        let by_handle = wanted.flags & flag::GETATTR_HANDLE != 0;
+        let handle = by_handle.then(|| self.handles.file(wanted.handle, id)).transpose();
+        // A handle of a folder says no more than the node.
+        let stat = match handle {
+            Ok(Some(file)) => stat_fd(file)?,
+            Ok(None) | Err(Errno::ISDIR) => self.stat(id)?,
+            Err(error) => return Err(error),
+        };
+        self.put_attr(id, &stat, output)
+    }
+
+    /// Appends the attributes of a node.
+    pub(super) fn put_attr(
+        &self,
+        id: u64,
+        stat: &Statx,
+        output: &mut Output<'_>,
+    ) -> Result<(), Errno> {
+        let share = self.share(self.nodes.get(id)?)?;
+        let attr = share.attr(stat, id == share.root);
+        output.put(&AttrOut { valid: share.valid(), attr, ..AttrOut::default() });
+        Ok(())
+    }
+
+    /// Attributes of a node now.
+    pub(super) fn stat(&self, id: u64) -> Result<Statx, Errno> {
+        match self.nodes.get(id)?.stat() {
+            // Over 9p, a file without a name can be looked at only where it is open, if at all.
+            Err(Errno::NOENT) => stat_fd(self.handles.any_file_of(id).ok_or(Errno::NOENT)?),
+            other => other,
+        }
+    }
+
+    /// Attributes of the synthetic root.
+    pub(super) fn root_attr(&self) -> Attr {
+        let links = u32::try_from(self.shares.len()).unwrap_or(u32::MAX).saturating_add(2);
+        Attr {
+            ino: ROOT_ID,
+            mode: libc::S_IFDIR | 0o555,
+            nlink: links,
+            blksize: 4096,
+            ..Attr::default()
+        }
+    }
+
+    /// READLINK
+    pub(super) fn readlink(&mut self, id: u64, output: &mut Output<'_>) -> Result<(), Errno> {
+        if id == ROOT_ID {
+            return Err(Errno::INVAL);
+        }
+        let node = self.nodes.get(id)?;
+        if node.kind != FileType::Symlink {
+            return Err(Errno::INVAL);
+        }
+        // The kernel's own buffer for a target is one page.
+        output.set_body(readlinkat(node, c"", Vec::with_capacity(4096))?.into_bytes());
+        Ok(())
+    }
+
+    /// STATFS
+    pub(super) fn statfs(&mut self, id: u64, output: &mut Output<'_>) -> Result<(), Errno> {
+        // NAME_MAX
+        let namelen = 255;
+        if id == ROOT_ID {
+            output.put(&StatfsOut { bsize: 4096, frsize: 4096, namelen, ..StatfsOut::default() });
+            return Ok(());
+        }
+        let node = self.nodes.get(id)?;
+        let host = fstatfs(node)?;
+        let number = |value: i64| u64::try_from(value).unwrap_or(0);
+        let unit = number(host.f_bsize).clamp(512, 1 << 20);
+        let (mut blocks, mut free, mut available) = (host.f_blocks, host.f_bfree, host.f_bavail);
+        if let Some((limit, room)) = self.share(node)?.quota.state() {
+            blocks = blocks.min(limit.div_ceil(unit));
+            free = free.min(room / unit);
+            available = available.min(room / unit);
+        }
+        let unit = u32::try_from(unit).unwrap_or(4096);
+        output.put(&StatfsOut {
+            blocks,
+            bfree: free,
+            bavail: available,
+            files: host.f_files,
+            ffree: host.f_ffree,
+            bsize: unit,
+            frsize: unit,
+            namelen,
+            ..StatfsOut::default()
+        });
+        Ok(())
+    }
+}

@@ -1,0 +1,396 @@
+//! The FUSE server: one request in, one reply out.
+//!
+//! [`Server::handle`] is the only door. It checks the header, picks the operation, and turns its
+//! result into a reply. The operations are in `lookup` (nodes and attributes), `setattr`, `io` (file
+//! data), `dir` (listings) and `change` (names made, moved and removed).
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{FileType, Mode, OFlags, openat};
+use rustix::io::Errno;
+use vm_memory::VolatileSlice;
+
+use super::abi::{
+    BatchForgetIn, ForgetIn, ForgetOne, InHeader, InitIn, InitOut, MAJOR, MINOR, OutHeader,
+    ROOT_ID, Wire, init, op,
+};
+use super::handle::{Handles, MAX_HANDLES, Open};
+use super::names::Name;
+use super::node::{MAX_NODES, Node, Nodes, kind_of, stat_fd};
+use super::quota::Quota;
+use super::wire::Cursor;
+use super::{FsError, Share};
+
+/// Most data bytes in one `READ` or `WRITE`.
+pub(super) const MAX_DATA: u32 = 1 << 20;
+/// The same in pages of 4 KiB.
+const MAX_PAGES: u16 = 256;
+/// How far the guest may read ahead, in bytes.
+const MAX_READAHEAD: u32 = 1 << 20;
+
+/// Features that are taken if the guest offers them.
+const FEATURES: u32 = init::ASYNC_READ
+    | init::ATOMIC_O_TRUNC
+    | init::BIG_WRITES
+    | init::AUTO_INVAL_DATA
+    | init::DO_READDIRPLUS
+    | init::READDIRPLUS_AUTO
+    | init::ASYNC_DIO
+    | init::PARALLEL_DIROPS
+    | init::MAX_PAGES
+    | init::CACHE_SYMLINKS
+    | init::SUBMOUNTS
+    | init::HANDLE_KILLPRIV_V2;
+
+/// A share in service.
+#[derive(Debug)]
+pub(super) struct ShareState {
+    pub(super) name: Vec<u8>,
+    /// Node of its root.
+    pub(super) root: u64,
+    pub(super) read_only: bool,
+    pub(super) cache: bool,
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+    pub(super) quota: Quota,
+}
+
+/// The server of one file system.
+#[derive(Debug)]
+pub struct Server {
+    pub(super) shares: Vec<ShareState>,
+    pub(super) nodes: Nodes,
+    pub(super) handles: Handles,
+    proc_fd: OwnedFd,
+    limit_hit: Arc<AtomicBool>,
+    /// Whether `INIT` was answered.
+    ready: bool,
+}
+
+/// Where the reply goes: behind a header that is written last.
+pub(super) struct Output<'a> {
+    memory: Cursor<'a>,
+    body: Vec<u8>,
+    /// Bytes that went straight into guest memory, instead of a body.
+    pub(super) direct: usize,
+}
+
+impl<'a> Output<'a> {
+    /// Appends a part to the reply.
+    pub(super) fn put(&mut self, part: &impl Wire) {
+        part.put(&mut self.body);
+    }
+
+    /// Sets the whole body.
+    pub(super) fn set_body(&mut self, body: Vec<u8>) {
+        self.body = body;
+    }
+
+    /// Guest memory for the body.
+    pub(super) fn memory(&mut self) -> &mut Cursor<'a> {
+        &mut self.memory
+    }
+}
+
+impl Server {
+    /// A server for `shares`. `proc_fd` is an `O_PATH` descriptor of `/proc`, through which the server
+    /// opens for data what it holds as a path.
+    ///
+    /// The process's umask is set to 0: the guest applies its own, and this process makes no other
+    /// files.
+    ///
+    /// # Errors
+    /// A bad name or root of a share.
+    pub fn new(shares: Vec<Share>, proc_fd: OwnedFd) -> Result<Self, FsError> {
+        Self::with_limits(shares, proc_fd, MAX_NODES, MAX_HANDLES)
+    }
+
+    /// As [`Self::new`], with other sizes of the tables.
+    pub(super) fn with_limits(
+        shares: Vec<Share>,
+        proc_fd: OwnedFd,
+        most_nodes: usize,
+        most_handles: usize,
+    ) -> Result<Self, FsError> {
+        rustix::process::umask(Mode::empty());
+        let mut server = Self {
+            shares: Vec::new(),
+            nodes: Nodes::new(most_nodes),
+            handles: Handles::new(most_handles),
+            proc_fd,
+            limit_hit: Arc::default(),
+            ready: false,
+        };
+        for (index, share) in shares.into_iter().enumerate() {
+            let root_error =
+                |error: Errno| FsError::Root { name: share.name.clone(), error: error.into() };
+            let name = share.name.as_bytes().to_vec();
+            if Name::new(&name).is_err() || server.shares.iter().any(|other| other.name == name) {
+                return Err(FsError::Name(share.name));
+            }
+            let stat = stat_fd(share.root.as_fd()).map_err(root_error)?;
+            if !matches!(kind_of(&stat), FileType::Directory | FileType::RegularFile) {
+                return Err(FsError::Kind(share.name));
+            }
+            let root = server.nodes.add_share_root(index, share.root).map_err(root_error)?;
+            server.shares.push(ShareState {
+                name,
+                root,
+                read_only: share.read_only,
+                cache: share.cache,
+                uid: share.guest_uid,
+                gid: share.guest_gid,
+                quota: Quota::new(share.limit_bytes),
+            });
+        }
+        Ok(server)
+    }
+
+    /// Becomes true when a write or an allocation failed for want of space: the limit of a share, or
+    /// the host's disk or quota.
+    #[must_use]
+    pub fn limit_hit(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.limit_hit)
+    }
+
+    /// Notes that space was wanting.
+    pub(super) fn note_limit(&self) {
+        self.limit_hit.store(true, Ordering::Relaxed);
+    }
+
+    /// Forgets all that belongs to the guest: nodes, handles, the agreed protocol. What it has added
+    /// to the shares stays counted.
+    pub fn reset(&mut self) {
+        self.handles.clear();
+        self.nodes.clear();
+        self.ready = false;
+    }
+
+    /// Whether the guest has the file system mounted.
+    #[must_use]
+    pub fn is_mounted(&self) -> bool {
+        self.ready
+    }
+
+    /// Serves one request, and returns how many bytes of `reply` were written. 0: no reply is due, or
+    /// there was no room for one.
+    pub fn handle(&mut self, request: &[VolatileSlice<'_>], reply: &[VolatileSlice<'_>]) -> usize {
+        let mut input = Cursor::new(request);
+        let mut start = Cursor::new(reply);
+        let Ok(header) = input.take::<InHeader>() else { return 0 };
+        let length = usize::try_from(header.len).unwrap_or(usize::MAX);
+        let body = length.checked_sub(InHeader::SIZE).filter(|body| *body <= input.left());
+
+        // These have no reply, whatever the guest left room for.
+        match (header.opcode, body) {
+            (op::FORGET | op::BATCH_FORGET, Some(body)) => {
+                input.truncate(body);
+                self.forget(&header, &mut input);
+                return 0;
+            }
+            (op::FORGET | op::BATCH_FORGET | op::INTERRUPT, _) => return 0,
+            _ => {}
+        }
+        if start.left() < OutHeader::SIZE {
+            return 0;
+        }
+        let mut memory = start.clone();
+        memory.advance(OutHeader::SIZE);
+        let mut output = Output { memory, body: Vec::new(), direct: 0 };
+        let result = match body {
+            Some(body) => {
+                input.truncate(body);
+                self.dispatch(&header, &mut input, &mut output)
+            }
+            None => Err(Errno::INVAL),
+        };
+        let (error, body) = match result {
+            Ok(()) if output.body.len() <= output.memory.left() => {
+                output.memory.write(&output.body);
+                (0, output.body.len().max(output.direct))
+            }
+            Ok(()) => (Errno::INVAL.raw_os_error(), 0),
+            Err(error) => {
+                if matches!(error, Errno::NOSPC | Errno::DQUOT) {
+                    self.note_limit();
+                }
+                (error.raw_os_error(), 0)
+            }
+        };
+        let length = OutHeader::SIZE.saturating_add(body);
+        let mut head = Vec::with_capacity(OutHeader::SIZE);
+        // A reply is at most `MAX_DATA` and a header long.
+        let len = u32::try_from(length).unwrap_or(u32::MAX);
+        OutHeader { len, error: error.wrapping_neg(), unique: header.unique }.put(&mut head);
+        start.write(&head);
+        length
+    }
+
+    fn dispatch(
+        &mut self,
+        header: &InHeader,
+        input: &mut Cursor<'_>,
+        output: &mut Output<'_>,
+    ) -> Result<(), Errno> {
+        if !self.ready && header.opcode != op::INIT {
+            return Err(Errno::IO);
+        }
+        let node = header.node;
+        match header.opcode {
+            op::INIT => self.init(input, output),
+            op::DESTROY => {
+                self.reset();
+                Ok(())
+            }
+            // See the module's text on caching.
+            op::SYNCFS => Ok(()),
+            op::LOOKUP => self.lookup(node, input, output),
+            op::GETATTR => self.getattr(node, input, output),
+            op::SETATTR => self.setattr(node, input, output),
+            op::READLINK => self.readlink(node, output),
+            op::STATFS => self.statfs(node, output),
+            op::OPEN => self.open(node, input, output),
+            op::READ => self.read(node, input, output),
+            op::WRITE => self.write(node, input, output),
+            op::RELEASE => self.release(node, input),
+            op::FSYNC => self.fsync(node, input),
+            op::FALLOCATE => self.fallocate(node, input),
+            op::LSEEK => self.lseek(node, input, output),
+            op::COPY_FILE_RANGE => self.copy_file_range(node, input, output),
+            op::OPENDIR => self.opendir(node, output),
+            op::READDIR => self.readdir(node, input, output, false),
+            op::READDIRPLUS => self.readdir(node, input, output, true),
+            op::RELEASEDIR => self.release(node, input),
+            op::FSYNCDIR => self.fsyncdir(node, input),
+            op::CREATE => self.create(node, input, output),
+            op::MKNOD => self.mknod(node, input, output),
+            op::MKDIR => self.mkdir(node, input, output),
+            op::SYMLINK => self.symlink(node, input, output),
+            op::LINK => self.link(node, input, output),
+            op::UNLINK => self.unlink(node, input, false),
+            op::RMDIR => self.unlink(node, input, true),
+            op::RENAME => self.rename(node, input, false),
+            op::RENAME2 => self.rename(node, input, true),
+            // Among them: FLUSH and ACCESS, which the guest then does without; extended attributes;
+            // locks, which the guest then keeps itself.
+            _ => Err(Errno::NOSYS),
+        }
+    }
+
+    fn init(&mut self, input: &mut Cursor<'_>, output: &mut Output<'_>) -> Result<(), Errno> {
+        let wanted: InitIn = input.take()?;
+        self.reset();
+        if wanted.major < MAJOR {
+            return Err(Errno::PROTO);
+        }
+        if wanted.major > MAJOR {
+            // The guest tries again with this version.
+            output.put(&InitOut { major: MAJOR, minor: MINOR, ..InitOut::default() });
+            return Ok(());
+        }
+        // Older ones have other layouts. 7.31 is Linux 5.4.
+        if wanted.minor < 31 {
+            return Err(Errno::PROTO);
+        }
+        self.ready = true;
+        output.put(&InitOut {
+            major: MAJOR,
+            minor: MINOR,
+            max_readahead: wanted.max_readahead.min(MAX_READAHEAD),
+            flags: wanted.flags & FEATURES,
+            max_background: 256,
+            congestion_threshold: 192,
+            max_write: MAX_DATA,
+            time_gran: 1,
+            max_pages: MAX_PAGES,
+            ..InitOut::default()
+        });
+        Ok(())
+    }
+
+    fn forget(&mut self, header: &InHeader, input: &mut Cursor<'_>) {
+        if header.opcode == op::FORGET {
+            if let Ok(forget) = input.take::<ForgetIn>() {
+                self.forget_node(header.node, forget.lookups);
+            }
+            return;
+        }
+        let Ok(batch) = input.take::<BatchForgetIn>() else { return };
+        for _ in 0..batch.count {
+            let Ok(one) = input.take::<ForgetOne>() else { return };
+            self.forget_node(one.node, one.lookups);
+        }
+    }
+
+    fn forget_node(&mut self, id: u64, lookups: u64) {
+        if let Some(node) = self.nodes.forget(id, lookups) {
+            self.node_gone(&node);
+        }
+    }
+
+    /// A node is about to be dropped: if its file has no name any more, its blocks become free.
+    fn node_gone(&mut self, node: &Node) {
+        let Some(share) = self.shares.get_mut(node.share) else { return };
+        if !share.quota.limited() || node.kind != FileType::RegularFile {
+            return;
+        }
+        let nameless = match node.stat() {
+            Ok(stat) => stat.stx_nlink == 0,
+            // File systems over the network say this of a file without a name.
+            Err(error) => error == Errno::NOENT || error == Errno::STALE,
+        };
+        if nameless {
+            share.quota.settle(node.blocks, 0);
+        }
+    }
+
+    /// Closes a handle of any kind.
+    pub(super) fn close(&mut self, handle: u64, node: u64) -> Result<(), Errno> {
+        let open = self.handles.remove(handle, node)?;
+        if matches!(open, Open::File { writable: true, .. }) {
+            // Some file systems allocate ahead of a writer and give that back at the end.
+            self.settle(node);
+        }
+        drop(open);
+        if let Some(node) = self.nodes.remove_handle(node) {
+            self.node_gone(&node);
+        }
+        Ok(())
+    }
+
+    /// The share of a node.
+    pub(super) fn share(&self, node: &Node) -> Result<&ShareState, Errno> {
+        self.shares.get(node.share).ok_or(Errno::STALE)
+    }
+
+    /// Node `id` in a share that may be changed.
+    ///
+    /// # Errors
+    /// `EROFS` for the synthetic root and for shares that are read-only.
+    pub(super) fn writable_node(&self, id: u64) -> Result<&Node, Errno> {
+        if id == ROOT_ID {
+            return Err(Errno::ROFS);
+        }
+        let node = self.nodes.get(id)?;
+        if self.share(node)?.read_only { Err(Errno::ROFS) } else { Ok(node) }
+    }
+
+    /// Opens through `/proc` what a descriptor of ours is open on.
+    pub(super) fn reopen(&self, fd: impl AsFd, flags: OFlags) -> Result<OwnedFd, Errno> {
+        openat(&self.proc_fd, fd_path(fd).as_str(), flags | OFlags::CLOEXEC, Mode::empty())
+    }
+
+    /// The folder for which [`fd_path`] is meant.
+    pub(super) fn proc_fd(&self) -> &OwnedFd {
+        &self.proc_fd
+    }
+}
+
+/// Path of a descriptor of ours below `/proc`. It leads to the very file, whatever has become of its
+/// name.
+pub(super) fn fd_path(fd: impl AsFd) -> String {
+    use std::os::fd::AsRawFd;
+    format!("self/fd/{}", fd.as_fd().as_raw_fd())
+}
