@@ -191,4 +191,6 @@ pub struct Counters {
     pub max_rss_kib: u64,
     /// Microseconds from the start of the VMM process until the VM was built.
     pub build_us: u64,
+    /// Whether the guest met the limit of a share, or a full disk or quota of the host below one.
+    pub limit_hit: bool,
 }

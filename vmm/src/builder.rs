@@ -8,6 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Barrier};
 use std::thread;
 
+use casulo_protocol::agent::FS_TAG;
 use casulo_protocol::vmm::{ExitReason, ShareConfig, VmConfig};
 use kvm_bindings::CpuId;
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
@@ -21,6 +22,7 @@ use crate::devices::bus::Ports;
 use crate::devices::serial::{self, Console, SerialPort};
 use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::block::BlockDevice;
+use crate::devices::virtio::fs::{FsDevice, FsError, Share};
 use crate::devices::virtio::rng::RngDevice;
 use crate::jail::seccomp::Kind;
 use crate::jail::{self, JailError};
@@ -55,6 +57,9 @@ pub enum BuildError {
     /// A device.
     #[error("a device could not be made: {0}")]
     Device(#[source] io::Error),
+    /// The shares.
+    #[error(transparent)]
+    Shares(#[from] FsError),
     /// Registers of a vCPU.
     #[error(transparent)]
     Registers(#[from] registers::RegisterError),
@@ -78,6 +83,7 @@ impl BuildError {
             Self::Cmdline(_) => "cmdline",
             Self::Boot(_) => "boot",
             Self::Device(_) => "device",
+            Self::Shares(_) => "shares",
             Self::Registers(_) => "vcpu",
             Self::Thread(_) => "thread",
             Self::Jail(_) => "jail",
@@ -154,6 +160,8 @@ pub struct Vm {
     pub console: Console,
     /// Exits of each vCPU.
     pub counters: Vec<Arc<ExitCounters>>,
+    /// Whether the guest met the limit of a share, or a full disk of the host.
+    pub limit_hit: Arc<AtomicBool>,
     /// Readable when there is something in `ended`.
     pub ended_event: Arc<EventFd>,
     /// Why the guest ended.
@@ -190,6 +198,12 @@ pub fn build(parts: Parts) -> Result<Vm, BuildError> {
         devices.push((Box::new(disk), Kind::Block));
     }
     devices.push((Box::new(RngDevice::new()), Kind::Rng));
+    let mut limit_hit = Arc::default();
+    if !parts.shares.is_empty() {
+        let shares = file_system(&parts.shares, parts.proc_root)?;
+        limit_hit = shares.limit_hit();
+        devices.push((Box::new(shares), Kind::Fs));
+    }
     let attached = Attached::new(&vm, devices, &memory, &console)?;
     kvm::set_memory(&vm, &memory, Some(&attached.pages))?;
 
@@ -201,7 +215,8 @@ pub fn build(parts: Parts) -> Result<Vm, BuildError> {
     let vcpus = create_vcpus(&kvm, &vm, parts.cpus, entry)?;
     let machine = Arc::new(Machine { ports: Ports::new(serial), virtio: attached.transports });
 
-    jail::landlock::restrict(&[])?;
+    jail::landlock::restrict(&share_roots(&parts.shares))?;
+    drop(parts.shares);
     let mut threads = Threads::new()?;
     for (worker, kind) in attached.workers {
         // A worker ends only with the process; an error of its event loop ends both.
@@ -225,7 +240,27 @@ pub fn build(parts: Parts) -> Result<Vm, BuildError> {
         })?;
     }
     threads.finish()?;
-    Ok(Vm { console, counters, ended_event, ended, start, _vm: vm })
+    Ok(Vm { console, counters, limit_hit, ended_event, ended, start, _vm: vm })
+}
+
+/// The device that serves the shares.
+fn file_system(
+    shares: &[(OwnedFd, ShareConfig)],
+    proc_root: OwnedFd,
+) -> Result<FsDevice, BuildError> {
+    let mut table = Vec::with_capacity(shares.len());
+    for (root, config) in shares {
+        table.push(Share {
+            name: config.name.clone(),
+            root: root.try_clone().map_err(BuildError::Device)?,
+            read_only: config.read_only,
+            limit_bytes: config.limit_bytes,
+            cache: config.cache,
+            guest_uid: config.guest_uid,
+            guest_gid: config.guest_gid,
+        });
+    }
+    Ok(FsDevice::new(FS_TAG, table, proc_root)?)
 }
 
 fn event() -> Result<EventFd, BuildError> {

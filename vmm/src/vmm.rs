@@ -112,6 +112,7 @@ fn counters(vm: &Vm, build_us: u64) -> Counters {
         counters.mmio_exits += vcpu.mmio.load(Ordering::Relaxed);
         counters.pio_exits += vcpu.pio.load(Ordering::Relaxed);
     }
+    counters.limit_hit = vm.limit_hit.load(Ordering::Relaxed);
     let usage = usage();
     counters.page_faults = u64::try_from(usage.ru_minflt).unwrap_or(0);
     counters.max_rss_kib = u64::try_from(usage.ru_maxrss).unwrap_or(0);

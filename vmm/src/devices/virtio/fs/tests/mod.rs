@@ -5,6 +5,7 @@
 
 mod device;
 mod hostile;
+mod jailed;
 mod ordinary;
 mod quota;
 mod random;
