@@ -65,7 +65,8 @@ pub(crate) fn need(wanted: &[(&str, &str)]) -> Result<()> {
     })
 }
 
-fn apt<S: AsRef<OsStr>>(args: &[S]) -> Result<()> {
+/// Runs apt-get quietly; sudo when not root.
+pub(crate) fn apt<S: AsRef<OsStr>>(args: &[S]) -> Result<()> {
     let root = output(Command::new("id").arg("-u"))?.trim() == "0";
     let mut command = if root { Command::new("apt-get") } else { Command::new("sudo") };
     if !root {
