@@ -18,9 +18,11 @@ const PROGRAM: &str = "qemu-system-x86_64";
 /// An AMD processor with virtualisation. Without `erms` and `fsrm`: programs that see these copy
 /// with `rep movsb`, which TCG emulates, and counts, byte by byte.
 const CPU: &str = "EPYC-Milan,+svm,-erms,-fsrm";
-/// `init_on_alloc=0` and `mitigations=off`: both only cost instructions here.
+/// What only costs instructions here is off: clearing memory on allocation, mitigations, self-tests
+/// of ciphers, audit.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet panic=-1 mitigations=off init_on_alloc=0 \
-                                nokaslr no_timer_check tsc=reliable random.trust_cpu=on";
+                                nokaslr no_timer_check tsc=reliable random.trust_cpu=on \
+                                cryptomgr.notests audit=0 apparmor=0 nowatchdog";
 /// Names of the serial ports.
 pub(super) const DATA_PORT: &str = "casulo.data";
 pub(super) const CONTROL_PORT: &str = "casulo.control";

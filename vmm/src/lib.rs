@@ -13,5 +13,6 @@ pub mod io;
 pub mod jail;
 pub mod kvm;
 pub mod memory;
+pub mod self_test;
 pub mod vcpu;
 pub mod vmm;

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use casulo_vmm::control::{Control, ControlError};
-use casulo_vmm::{jail, vmm};
+use casulo_vmm::{jail, self_test, vmm};
 
 /// The program was started in a wrong way.
 const EXIT_USAGE: u8 = 2;
@@ -26,8 +26,19 @@ fn main() -> ExitCode {
                 Err(_) => ExitCode::from(EXIT_FAILURE),
             };
         }
+        // `/dev/kvm` is the standard input.
+        Some("--self-test") => {
+            let kvm = std::os::fd::AsFd::as_fd(&std::io::stdin()).try_clone_to_owned();
+            return match kvm.map_err(|e| e.to_string()).and_then(self_test::run) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => {
+                    eprintln!("{error}");
+                    ExitCode::from(EXIT_FAILURE)
+                }
+            };
+        }
         Some(_) => {
-            eprintln!("casulo-vmm takes no arguments but --version; use casulo");
+            eprintln!("casulo-vmm takes no arguments but --version and --self-test; use casulo");
             return ExitCode::from(EXIT_USAGE);
         }
     }

@@ -7,7 +7,6 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -63,7 +62,7 @@ struct Description {
 }
 
 /// Changes with whatever this file puts into the archive.
-const RECIPE: u32 = 1;
+const RECIPE: u32 = 2;
 
 pub(crate) fn run(_args: Args) -> Result<()> {
     prepare().map(drop)
@@ -287,7 +286,8 @@ fn load_order(
             Some(content) => order.push((name, content)),
             None if !seen.insert(name.clone()) => {}
             None => {
-                let Some(content) = load(&name)? else { continue };
+                let Some(mut content) = load(&name)? else { continue };
+                content.truncate(unsigned_length(&content));
                 let dependencies = dependencies(&content);
                 stack.push((name, Some(content)));
                 stack.extend(dependencies.into_iter().rev().map(|d| (d, None)));
@@ -295,6 +295,19 @@ fn load_order(
         }
     }
     Ok(order)
+}
+
+/// Length of a module without the signature at its end.
+///
+/// Debian's kernel loads modules without one, and under emulation the check of 30 signatures takes
+/// longer than all else that the modules do. The trailer is `struct module_signature` (12 bytes, of
+/// which the last four are the signature's length, big endian) and a magic string.
+fn unsigned_length(module: &[u8]) -> usize {
+    const MAGIC: &[u8] = b"~Module signature appended~\n";
+    let trailer = module.strip_suffix(MAGIC).and_then(|rest| rest.split_last_chunk::<12>());
+    let Some((rest, [.., a, b, c, d])) = trailer else { return module.len() };
+    let signature = usize::try_from(u32::from_be_bytes([*a, *b, *c, *d])).unwrap_or(usize::MAX);
+    rest.len().checked_sub(signature).unwrap_or(module.len())
 }
 
 /// What a module says in its `.modinfo`: entries `key=value`, each ended by a zero byte.
@@ -338,6 +351,20 @@ mod tests {
         let expected =
             ["irqbypass", "kvm", "ccp", "kvm_amd", "crc16", "jbd2", "mbcache", "ext4", "overlay"];
         assert_eq!(names, expected);
+    }
+
+    #[test]
+    fn a_signature_is_cut_off() {
+        let mut module = b"ELF and so on".to_vec();
+        let length = module.len();
+        assert_eq!(unsigned_length(&module), length);
+        module.extend([9; 300]);
+        module.extend([0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 44]);
+        module.extend(b"~Module signature appended~\n");
+        assert_eq!(unsigned_length(&module), length);
+        // A length beyond the file is none.
+        let short = [&[0, 0, 2, 0, 0, 0, 0, 0, 255, 0, 0, 0], module.get(325..).unwrap()].concat();
+        assert_eq!(unsigned_length(&short), short.len());
     }
 
     #[test]

