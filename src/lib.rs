@@ -24,8 +24,13 @@ pub use casulo_protocol as protocol;
 mod agent;
 mod capture;
 mod changes;
+#[cfg(feature = "cli")]
+pub mod cli;
+pub mod emulated;
 mod error;
 mod events;
+#[cfg(feature = "gateway")]
+pub mod gateway;
 pub mod image;
 pub mod kvm;
 mod runtime;

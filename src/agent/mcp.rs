@@ -1,0 +1,144 @@
+//! MCP client of the agent, over one stream to the guest.
+//!
+//! Both sides know each other's protocol version from the boot channel, so there is no handshake: the
+//! revision of MCP that has none is used, where every request describes itself.
+
+use casulo_protocol::agent::MAX_MCP_LINE;
+use rmcp::ServiceError;
+use rmcp::model::{
+    CallToolRequestParams, CallToolResult, ClientCapabilities, ClientConfig, ContentBlock,
+    Implementation, ProtocolVersion, ServerCapabilities, ServerPeerInfo,
+};
+use rmcp::service::{RoleClient, RunningService};
+use rmcp::transport::async_rw::AsyncRwTransport;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::net::UnixStream;
+
+use super::quote;
+
+/// A connection to the agent's tools. Dropping a call cancels it in the guest.
+#[derive(Debug)]
+pub(crate) struct Client(RunningService<RoleClient, ClientConfig>);
+
+/// Why a call failed.
+#[derive(Debug)]
+pub(crate) enum CallError {
+    /// The agent refused it, with a sentence.
+    Refused(String),
+    /// The connection is gone, or the answer makes no sense.
+    Lost(String),
+}
+
+impl Client {
+    /// Speaks MCP on `stream` from now on.
+    pub(crate) fn new(stream: UnixStream) -> Self {
+        let (read, write) = stream.into_split();
+        let transport = AsyncRwTransport::<RoleClient, _, _>::new(read, write)
+            .with_max_line_length(MAX_MCP_LINE);
+        let us = Implementation::new("casulo", env!("CARGO_PKG_VERSION"));
+        let us = ClientConfig::new(ClientCapabilities::default(), us);
+        let them =
+            ServerPeerInfo::new(ProtocolVersion::V_2026_07_28, ServerCapabilities::default());
+        Self(rmcp::service::serve_directly(us, transport, Some(them)))
+    }
+
+    /// Calls a tool.
+    pub(crate) async fn call<T: DeserializeOwned>(
+        &self,
+        tool: &'static str,
+        arguments: &impl Serialize,
+    ) -> Result<T, CallError> {
+        let lost = |text: String| CallError::Lost(text);
+        let arguments = match serde_json::to_value(arguments) {
+            Ok(serde_json::Value::Object(map)) => map,
+            Ok(_) | Err(_) => return Err(lost("the arguments are no object".into())),
+        };
+        let request = CallToolRequestParams::new(tool).with_arguments(arguments);
+        match self.0.peer().call_tool(request).await {
+            Ok(result) => parse(result),
+            Err(ServiceError::McpError(error)) => Err(CallError::Refused(quote(&error.message))),
+            Err(error) => Err(lost(quote(&error.to_string()))),
+        }
+    }
+}
+
+fn parse<T: DeserializeOwned>(result: CallToolResult) -> Result<T, CallError> {
+    if result.is_error == Some(true) {
+        let text = result.content.iter().find_map(ContentBlock::as_text);
+        return Err(CallError::Refused(text.map_or_else(
+            || "the guest agent refused the request without a reason".to_owned(),
+            |text| quote(&text.text),
+        )));
+    }
+    let value = result
+        .structured_content
+        .ok_or_else(|| CallError::Lost("the guest agent's answer has no content".into()))?;
+    serde_json::from_value(value)
+        .map_err(|e| CallError::Lost(format!("the guest agent's answer is not understood: {e}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use casulo_protocol::agent::{FileWritten, WriteFile, tool};
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+
+    use super::*;
+
+    /// Answers one call with `answer`, in which `ID` stands for the request's id.
+    async fn call(answer: &str) -> (Result<FileWritten, CallError>, serde_json::Value) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let answer = answer.to_owned();
+        let agent = tokio::spawn(async move {
+            let mut theirs = BufReader::new(theirs);
+            let mut line = String::new();
+            theirs.read_line(&mut line).await.unwrap();
+            let request: serde_json::Value = serde_json::from_str(&line).unwrap();
+            let answer = answer.replace("ID", &request["id"].to_string());
+            theirs.write_all(answer.as_bytes()).await.unwrap();
+            theirs.write_all(b"\n").await.unwrap();
+            request
+        });
+        let client = Client::new(ours);
+        let result = client.call(tool::WRITE_FILE, &WriteFile::default()).await;
+        (result, agent.await.unwrap())
+    }
+
+    #[tokio::test]
+    async fn the_first_line_is_the_call() {
+        let answer = r#"{"jsonrpc":"2.0","id":ID,"result":{"resultType":"complete","content":[],"structuredContent":{"size":7}}}"#;
+        let (result, request) = call(answer).await;
+        assert_eq!(result.unwrap().size, 7);
+        assert_eq!(request["method"], "tools/call");
+        assert_eq!(request["params"]["name"], "write_file");
+        let meta = &request["params"]["_meta"];
+        assert_eq!(meta["io.modelcontextprotocol/protocolVersion"], "2026-07-28");
+    }
+
+    #[tokio::test]
+    async fn refusals_are_told_without_control_characters() {
+        let answer = r#"{"jsonrpc":"2.0","id":ID,"result":{"resultType":"complete","isError":true,"content":[{"type":"text","text":"no \u001b[31msuch file"}]}}"#;
+        let Err(CallError::Refused(text)) = call(answer).await.0 else { panic!() };
+        assert_eq!(text, "no ?[31msuch file");
+        let answer =
+            r#"{"jsonrpc":"2.0","id":ID,"error":{"code":-32602,"message":"unknown tool"}}"#;
+        let Err(CallError::Refused(text)) = call(answer).await.0 else { panic!() };
+        assert_eq!(text, "unknown tool");
+    }
+
+    #[tokio::test]
+    async fn nonsense_is_an_error_not_a_hang() {
+        for answer in [
+            r#"{"jsonrpc":"2.0","id":ID,"result":{"resultType":"complete","content":[],"structuredContent":{"size":-1}}}"#,
+            r#"{"jsonrpc":"2.0","id":ID,"result":{"resultType":"complete","content":[]}}"#,
+        ] {
+            assert!(matches!(call(answer).await.0, Err(CallError::Lost(_))));
+        }
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        drop(theirs);
+        let client = Client::new(ours);
+        let result: Result<FileWritten, _> =
+            client.call(tool::WRITE_FILE, &WriteFile::default()).await;
+        assert!(matches!(result, Err(CallError::Lost(_))));
+    }
+}

@@ -1,0 +1,269 @@
+//! `casulo run`: one command in one microVM.
+
+use std::io::{IsTerminal, Write};
+use std::time::Instant;
+
+use casulo_protocol::error::TaskError;
+use casulo_protocol::event::{Event, Phase};
+use casulo_protocol::result::RunResult;
+use casulo_protocol::spec::RunSpec;
+use tokio::io::AsyncRead;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc;
+
+use crate::cli::host::{self, Choice};
+use crate::cli::options::{CommandOptions, SandboxOptions};
+use crate::cli::stdio::Standard;
+use crate::cli::{FAILED, complain, terminal};
+use crate::{Control, Error, Files, Runtime, Sandbox, Stdio};
+
+/// Bytes of each output that `--json` keeps.
+const JSON_OUTPUT: usize = 1 << 20;
+
+/// Options of `casulo run`.
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    sandbox: SandboxOptions,
+    #[command(flatten)]
+    command: CommandOptions,
+    /// Print on standard error where the time went
+    #[arg(long)]
+    timings: bool,
+    /// Print one JSON object with the result, the outputs (up to 1 MiB each) and the changed files
+    #[arg(long, conflicts_with = "terminal")]
+    json: bool,
+    /// Pass standard input on also when it is a terminal
+    #[arg(short, long)]
+    interactive: bool,
+    /// Give the command a terminal; implies -i
+    #[arg(short, long)]
+    terminal: bool,
+    /// The command and its arguments; options end here
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+    argv: Vec<String>,
+}
+
+/// Runs it; gives the exit status.
+pub(crate) fn run(args: &Args) -> u8 {
+    let config = match host::config() {
+        Ok(config) => config,
+        Err(e) => return fail(args, &e.into()),
+    };
+    match host::choose(&args.sandbox, &config, args.terminal) {
+        Ok(Choice::Native) => {}
+        Ok(Choice::Done(status)) => return status,
+        Err(text) => return fail(args, &internal(text)),
+    }
+    // One thread: starting more costs more than a run can win by them.
+    let tokio = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(tokio) => tokio,
+        Err(e) => return fail(args, &internal(format!("cannot start: {e}"))),
+    };
+    match tokio.block_on(async { Runtime::open(config).map(|r| session(args, r)) }) {
+        Ok(session) => tokio.block_on(session),
+        Err(e) => fail(args, &e.into()),
+    }
+}
+
+fn internal(message: String) -> TaskError {
+    use casulo_protocol::error::{ErrorClass, Retry};
+    TaskError { class: ErrorClass::Internal, message, retry: Retry::No }
+}
+
+/// Tells the error.
+fn fail(args: &Args, error: &TaskError) -> u8 {
+    complain(&error.message);
+    if args.json {
+        print_json(&serde_json::json!({ "error": error }));
+    }
+    FAILED
+}
+
+fn print_json(value: &impl serde::Serialize) {
+    if let Ok(mut text) = serde_json::to_vec(value) {
+        text.push(b'\n');
+        // A reader that is gone does not want it.
+        let _ = std::io::stdout().write_all(&text);
+    }
+}
+
+/// Signals that end the run, with the exit statuses that a shell gives for them.
+struct Ends {
+    signals: Vec<(u8, Signal)>,
+}
+
+impl Ends {
+    fn install() -> std::io::Result<Self> {
+        let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
+        let with_status = |kind: SignalKind| {
+            let status = u8::try_from(kind.as_raw_value().saturating_add(128)).unwrap_or(FAILED);
+            Ok((status, signal(kind)?))
+        };
+        Ok(Self { signals: kinds.into_iter().map(with_status).collect::<std::io::Result<_>>()? })
+    }
+
+    async fn next(&mut self) -> u8 {
+        std::future::poll_fn(|context| {
+            for (status, signal) in &mut self.signals {
+                if signal.poll_recv(context).is_ready() {
+                    return std::task::Poll::Ready(*status);
+                }
+            }
+            std::task::Poll::Pending
+        })
+        .await
+    }
+}
+
+async fn session(args: &Args, runtime: Runtime) -> u8 {
+    let mut ends = match Ends::install() {
+        Ok(ends) => ends,
+        Err(e) => return fail(args, &internal(format!("cannot watch for signals: {e}"))),
+    };
+    tokio::select! {
+        biased;
+        // Dropping the other future kills the VM.
+        status = ends.next() => status,
+        result = task(args, &runtime) => match result {
+            Ok(status) => status,
+            Err(e) => fail(args, &e.into()),
+        },
+    }
+}
+
+async fn task(args: &Args, runtime: &Runtime) -> Result<u8, Error> {
+    let mut spec = RunSpec::new(args.argv.iter().cloned());
+    spec.env = args.command.environment().map_err(Error::Invalid)?;
+    spec.user.clone_from(&args.command.user);
+    spec.workdir.clone_from(&args.command.workdir);
+    spec.timeout_ms = args.command.timeout;
+    let stdin = input(args)?;
+    let sandbox = runtime.sandbox(args.sandbox.spec()).await?;
+    let result = if args.json {
+        sandbox.run_captured(&spec, stdin, JSON_OUTPUT, Files::List).await?
+    } else {
+        streamed(args, &mut spec, stdin, &sandbox).await?
+    };
+    let begin = Instant::now();
+    sandbox.kill();
+    let events = sandbox.events();
+    if args.timings {
+        sandbox.close().await;
+        let teardown_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
+        print_timings(args, &events, teardown_us);
+    } else {
+        // The kernel needs a while to free the VM; nobody waits for that.
+        std::mem::forget(sandbox);
+    }
+    if args.json {
+        print_json(&result);
+    } else {
+        tell(&result);
+    }
+    Ok(result.exit_status())
+}
+
+/// What the user must know and the command did not say itself.
+fn tell(result: &RunResult) {
+    if !result.stderr.is_empty() {
+        // Why the program could not be started.
+        complain(&result.stderr);
+    }
+    if result.oom {
+        complain("the guest ran out of memory; give it more with --memory");
+    }
+    if result.output_limit_hit {
+        complain("the limit of the output folder (--output-limit), or its disk, was reached");
+    }
+}
+
+type Input = Option<Box<dyn AsyncRead + Send + Unpin>>;
+
+/// Standard input goes to the command unless it is a terminal that nobody asked for.
+fn input(args: &Args) -> Result<Input, Error> {
+    let stdin = std::io::stdin();
+    if stdin.is_terminal() && !args.interactive && !args.terminal {
+        return Ok(None);
+    }
+    match Standard::new(&stdin) {
+        Ok(input) => Ok(Some(Box::new(input))),
+        Err(e) => Err(Error::io("cannot read standard input", e)),
+    }
+}
+
+async fn streamed(
+    args: &Args,
+    spec: &mut RunSpec,
+    stdin: Input,
+    sandbox: &Sandbox,
+) -> Result<RunResult, Error> {
+    let open = |result: std::io::Result<Standard>| {
+        result.map_err(|e| Error::io("cannot write to standard output or error", e))
+    };
+    let stdout = open(Standard::new(std::io::stdout()))?;
+    let stderr = open(Standard::new(std::io::stderr()))?;
+    let mut stdio =
+        Stdio { stdin, stdout: Box::new(stdout), stderr: Box::new(stderr), control: None };
+    if !args.terminal {
+        return sandbox.run(spec, stdio, Files::Ignore).await;
+    }
+    let mut changed = signal(SignalKind::window_change())
+        .map_err(|e| Error::io("cannot watch the terminal's size", e))?;
+    spec.terminal = Some(terminal::size());
+    let (tell, told) = mpsc::channel(4);
+    stdio.control = Some(told);
+    let resize = async {
+        loop {
+            changed.recv().await;
+            if tell.send(Control::WindowSize(terminal::size())).await.is_err() {
+                return std::future::pending::<()>().await;
+            }
+        }
+    };
+    let mut raw = terminal::Raw::enter();
+    let result = tokio::select! {
+        result = sandbox.run(spec, stdio, Files::Ignore) => result,
+        () = resize => Err(Error::Invalid("unreachable".into())),
+    };
+    raw.leave();
+    result
+}
+
+/// Milliseconds between the phases.
+fn print_timings(args: &Args, events: &[Event], teardown_us: u64) {
+    let at = |wanted: Phase| {
+        events.iter().find_map(|e| match e {
+            Event::Phase { phase, at_us } if *phase == wanted => Some(*at_us),
+            _ => None,
+        })
+    };
+    let result = events.iter().find_map(|e| match e {
+        Event::ExecEnded { at_us, .. } => Some(*at_us),
+        _ => None,
+    });
+    let rows = [
+        ("checks and files", Some(0), at(Phase::Prepared)),
+        ("VMM process", at(Phase::Prepared), at(Phase::VmmSpawned)),
+        ("VMM start", at(Phase::VmmSpawned), at(Phase::KernelEntered)),
+        ("kernel", at(Phase::KernelEntered), at(Phase::AgentUp)),
+        ("agent ready", at(Phase::AgentUp), at(Phase::Ready)),
+        ("command", at(Phase::Ready), result),
+        ("total to result", Some(0), result),
+    ];
+    let mut list: Vec<(&str, u64)> = rows
+        .iter()
+        .filter_map(|(name, from, to)| Some((*name, (*to)?.saturating_sub((*from)?))))
+        .collect();
+    list.push(("teardown", teardown_us));
+    if args.json {
+        let map: serde_json::Map<String, serde_json::Value> =
+            list.iter().map(|(name, us)| (name.replace(' ', "_"), (*us).into())).collect();
+        let _ = writeln!(std::io::stderr(), "{}", serde_json::json!({ "timings_us": map }));
+        return;
+    }
+    for (name, us) in list {
+        let (ms, rest) = (us / 1000, us % 1000);
+        let _ = writeln!(std::io::stderr(), "casulo: {name:<18}{ms:>6}.{rest:03} ms");
+    }
+}

@@ -1,0 +1,461 @@
+//! A running microVM: runs commands, answers for its files, and is gone when it is dropped.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use casulo_protocol::agent::{
+    CommandResult, ExecOptions, ExecuteCode, FileContent, FileList, FileWritten, ListFiles,
+    ReadFile, RunCommand, STREAM_PORT, WriteFile, tool,
+};
+use casulo_protocol::event::{Event, Phase};
+use casulo_protocol::image::Manifest;
+use casulo_protocol::result::{HostKind, RunResult};
+use casulo_protocol::spec::{OUTPUT_PATH, RunSpec};
+use casulo_protocol::vmm::Counters;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::io::AsyncRead;
+
+use crate::agent::exec::{Progress, Stdio, pump};
+use crate::agent::mcp::{CallError, Client};
+use crate::agent::{Program, quote};
+use crate::capture::Capture;
+use crate::changes::{self, Snapshot};
+use crate::error::Error;
+use crate::events::{Events, Log};
+use crate::runtime::{describe, random};
+use crate::vm::control::{Control, End};
+use crate::vm::spawn::Process;
+
+/// Time beyond a command's own limit after which the guest is taken for dead.
+const GRACE: Duration = Duration::from_secs(5);
+const GRACE_EMULATED: Duration = Duration::from_secs(60);
+/// Most output taken after a command's limit: what was on the way, and not a guest that never ends.
+const LATE_BYTES: u64 = 64 << 20;
+/// How long one half of an answer is waited for when the other half says that all is over.
+const SETTLE: Duration = Duration::from_secs(10);
+
+/// Whether to look for changed files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Files {
+    /// Leave [`RunResult::files`] empty.
+    #[default]
+    Ignore,
+    /// List what the command changed in the output folder, with digests.
+    List,
+}
+
+/// What a sandbox is put together from.
+pub(crate) struct Parts {
+    pub(crate) control: Control,
+    pub(crate) process: Process,
+    pub(crate) client: Client,
+    pub(crate) manifest: Manifest,
+    pub(crate) output: Option<OwnedFd>,
+    pub(crate) emulated: bool,
+    pub(crate) log: Log,
+}
+
+/// A running microVM. Dropping it kills it; nothing of it is left.
+#[derive(Debug)]
+pub struct Sandbox {
+    control: Control,
+    process: Mutex<Process>,
+    client: Client,
+    manifest: Manifest,
+    output: Option<OwnedFd>,
+    emulated: bool,
+    killed: AtomicBool,
+    log: Log,
+}
+
+impl Sandbox {
+    pub(crate) fn new(parts: Parts) -> Self {
+        Self {
+            control: parts.control,
+            process: Mutex::new(parts.process),
+            client: parts.client,
+            manifest: parts.manifest,
+            output: parts.output,
+            emulated: parts.emulated,
+            killed: AtomicBool::new(false),
+            log: parts.log,
+        }
+    }
+
+    /// Runs a command with its input and output connected to `stdio`. Dropping the future cancels
+    /// the command in the guest.
+    ///
+    /// # Errors
+    /// The guest refused the request or was lost. A command that fails, or cannot be found, is a
+    /// result.
+    pub async fn run(
+        &self,
+        spec: &RunSpec,
+        stdio: Stdio,
+        files: Files,
+    ) -> Result<RunResult, Error> {
+        if spec.command.is_empty() && self.manifest.entrypoint.is_empty() {
+            return Err(Error::Invalid("there is no command to run".into()));
+        }
+        let before = self.before(files)?;
+        let progress = Progress::default();
+        let token = u64::from_le_bytes(random::<8>()?);
+        let mut request = self.request(spec);
+        request.options.stream = Some(token);
+        self.log.push(Event::ExecStarted { at_us: self.log.now_us() });
+        let answer = self.streamed(spec, &request, token, stdio, &progress).await?;
+        let mut result = self.result(&answer);
+        result.stdout_bytes = progress.stdout.load(Ordering::Relaxed);
+        result.stderr_bytes = progress.stderr.load(Ordering::Relaxed);
+        if let (Some(before), Some(output)) = (before, &self.output) {
+            result.files = changes::changes(output, &before)
+                .map_err(|e| Error::io("cannot list the output folder", e))?;
+        }
+        let (at_us, exit_code) = (self.log.now_us(), result.exit_code);
+        self.log.push(Event::ExecEnded { at_us, exit_code });
+        Ok(result)
+    }
+
+    /// Runs a command and keeps at most `limit` bytes of each of its outputs, half of them from the
+    /// end.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub async fn run_captured(
+        &self,
+        spec: &RunSpec,
+        stdin: Option<Box<dyn AsyncRead + Send + Unpin>>,
+        limit: usize,
+        files: Files,
+    ) -> Result<RunResult, Error> {
+        let (stdout, stderr) = (Capture::new(limit), Capture::new(limit));
+        let stdio = Stdio {
+            stdin,
+            stdout: Box::new(stdout.clone()),
+            stderr: Box::new(stderr.clone()),
+            control: None,
+        };
+        let mut result = self.run(spec, stdio, files).await?;
+        let ((out, out_cut), (err, err_cut)) = (stdout.text(), stderr.text());
+        // The reason why a program could not be started is already there.
+        result.stdout = out;
+        result.stderr.insert_str(0, &err);
+        result.truncated = out_cut || err_cut;
+        Ok(result)
+    }
+
+    /// Runs a program without a stream: the answer holds the head and tail of its output, at most
+    /// `max_output` bytes of each, as the guest's agent gives them.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub async fn call(
+        &self,
+        spec: &RunSpec,
+        program: &Program,
+        stdin: String,
+        max_output: u64,
+    ) -> Result<CommandResult, Error> {
+        let mut command = self.request(spec);
+        command.options.stdin = stdin;
+        command.options.max_output = max_output;
+        command.options.terminal = None;
+        let limit =
+            spec.timeout_ms.map(|ms| Duration::from_millis(ms).saturating_add(self.grace()));
+        self.log.push(Event::ExecStarted { at_us: self.log.now_us() });
+        let call = async {
+            match program {
+                Program::Command => self.ask(tool::RUN_COMMAND, &command).await,
+                Program::Code { language, code } => {
+                    let code = ExecuteCode {
+                        language: language.clone(),
+                        code: code.clone(),
+                        options: command.options.clone(),
+                    };
+                    self.ask(tool::EXECUTE_CODE, &code).await
+                }
+            }
+        };
+        let answer = match limit {
+            None => call.await?,
+            Some(limit) => match tokio::time::timeout(limit, call).await {
+                Ok(answer) => answer?,
+                Err(_) => {
+                    self.kill();
+                    CommandResult { timed_out: true, ..CommandResult::default() }
+                }
+            },
+        };
+        let (at_us, exit_code) = (self.log.now_us(), answer.exit_code);
+        self.log.push(Event::ExecEnded { at_us, exit_code });
+        Ok(answer)
+    }
+
+    /// Reads part of a file of the guest.
+    ///
+    /// # Errors
+    /// The guest refused the request or was lost.
+    pub async fn read_file(&self, request: ReadFile) -> Result<FileContent, Error> {
+        self.bounded(tool::READ_FILE, &request).await
+    }
+
+    /// Writes a file of the guest.
+    ///
+    /// # Errors
+    /// As [`Self::read_file`].
+    pub async fn write_file(&self, request: WriteFile) -> Result<FileWritten, Error> {
+        self.bounded(tool::WRITE_FILE, &request).await
+    }
+
+    /// Lists a folder of the guest.
+    ///
+    /// # Errors
+    /// As [`Self::read_file`].
+    pub async fn list_files(&self, request: ListFiles) -> Result<FileList, Error> {
+        self.bounded(tool::LIST_FILES, &request).await
+    }
+
+    /// The image's manifest.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Whether the VM has not ended.
+    pub fn is_alive(&self) -> bool {
+        !self.killed.load(Ordering::Relaxed) && self.control.is_alive()
+    }
+
+    /// Events so far.
+    pub fn events(&self) -> Vec<Event> {
+        self.log.all()
+    }
+
+    /// All events, past and future.
+    pub fn subscribe(&self) -> Events {
+        self.log.subscribe()
+    }
+
+    /// What the VM has cost so far; `None` when it has ended without saying.
+    pub async fn counters(&self) -> Option<Counters> {
+        let counters = match self.control.last_counters() {
+            Some(counters) => counters,
+            None => tokio::time::timeout(GRACE, self.control.report()).await.ok()?.ok()?.1,
+        };
+        self.log.push(Event::Counters(counters));
+        Some(counters)
+    }
+
+    /// Kills the VM. Does not wait for its end; calls that wait for the guest fail.
+    pub fn kill(&self) {
+        if !self.killed.swap(true, Ordering::Relaxed) {
+            self.process.lock().unwrap_or_else(PoisonError::into_inner).kill();
+            self.log.phase(Phase::Closed);
+        }
+    }
+
+    /// Kills the VM and waits until its process is gone.
+    pub async fn close(self) {
+        self.kill();
+        let process = self.process.into_inner().unwrap_or_else(PoisonError::into_inner);
+        process.ended().await;
+    }
+
+    fn grace(&self) -> Duration {
+        if self.emulated { GRACE_EMULATED } else { GRACE }
+    }
+
+    fn before(&self, files: Files) -> Result<Option<Snapshot>, Error> {
+        match (files, &self.output) {
+            (Files::List, Some(output)) => changes::snapshot(output)
+                .map(Some)
+                .map_err(|e| Error::io("cannot list the output folder", e)),
+            _ => Ok(None),
+        }
+    }
+
+    fn request(&self, spec: &RunSpec) -> RunCommand {
+        let image = &self.manifest;
+        let mut env = image.env.clone();
+        env.extend(spec.env.clone());
+        let cwd = spec.workdir.clone().or_else(|| image.workdir.clone());
+        RunCommand {
+            argv: image.entrypoint.iter().chain(&spec.command).cloned().collect(),
+            options: ExecOptions {
+                env,
+                cwd: cwd.unwrap_or_else(|| OUTPUT_PATH.to_owned()),
+                user: spec.user.clone().or_else(|| image.user.clone()).unwrap_or_default(),
+                timeout_ms: spec.timeout_ms.unwrap_or(0),
+                terminal: spec.terminal,
+                ..ExecOptions::default()
+            },
+        }
+    }
+
+    fn result(&self, answer: &CommandResult) -> RunResult {
+        let mut result = RunResult::new();
+        if !answer.timed_out {
+            result.exit_code = answer.exit_code;
+            result.signal = answer.signal;
+        }
+        result.timed_out = answer.timed_out;
+        result.oom = answer.oom;
+        result.duration_ms = answer.duration_ms;
+        result.host = if self.emulated { HostKind::Emulated } else { HostKind::Native };
+        if let Some(error) = &answer.start_error {
+            result.stderr = quote(error);
+        }
+        result
+    }
+
+    async fn ask<T: DeserializeOwned>(
+        &self,
+        tool: &'static str,
+        arguments: &impl Serialize,
+    ) -> Result<T, Error> {
+        let call = self.client.call(tool, arguments);
+        tokio::select! {
+            biased;
+            result = call => match result {
+                Ok(answer) => Ok(answer),
+                Err(CallError::Refused(text)) => Err(Error::Agent(text)),
+                Err(CallError::Lost(text)) => Err(self.lost(text).await),
+            },
+            _ = self.control.end() => Err(self.lost("the VM ended".into()).await),
+        }
+    }
+
+    /// A call that takes no longer than the guest needs to look at a file.
+    async fn bounded<T: DeserializeOwned>(
+        &self,
+        tool: &'static str,
+        arguments: &impl Serialize,
+    ) -> Result<T, Error> {
+        let limit = Duration::from_secs(30).saturating_add(self.grace());
+        match tokio::time::timeout(limit, self.ask(tool, arguments)).await {
+            Ok(result) => result,
+            Err(_) => {
+                let reason = format!("{tool} took longer than {} seconds", limit.as_secs());
+                Err(Error::GuestLost { reason, console: String::new() })
+            }
+        }
+    }
+
+    /// Both halves of a streamed command: the stream, and the call that started it.
+    async fn streamed(
+        &self,
+        spec: &RunSpec,
+        request: &RunCommand,
+        token: u64,
+        stdio: Stdio,
+        progress: &Progress,
+    ) -> Result<CommandResult, Error> {
+        let call = self.ask(tool::RUN_COMMAND, request);
+        let stream = async {
+            match self.control.connect(STREAM_PORT).await {
+                Ok(Ok(stream)) => pump(stream, token, stdio, progress).await,
+                Ok(Err(refusal)) => Err(std::io::Error::other(quote(&refusal))),
+                Err(e) => Err(e),
+            }
+        };
+        let watchdog = self.watchdog(spec.timeout_ms, progress);
+        tokio::pin!(call, stream, watchdog);
+        let mut answer: Option<CommandResult> = None;
+        let mut streamed = false;
+        loop {
+            // Once one half is over, the other must follow; while the host itself is slow to take
+            // output it may take its time.
+            let settle = async {
+                if answer.is_none() && !streamed {
+                    return std::future::pending().await;
+                }
+                loop {
+                    let before = progress.bytes();
+                    tokio::time::sleep(SETTLE).await;
+                    if progress.bytes() == before && !progress.blocked.load(Ordering::Relaxed) {
+                        return;
+                    }
+                }
+            };
+            tokio::select! {
+                biased;
+                result = &mut call, if answer.is_none() => {
+                    let result: CommandResult = result?;
+                    // A program that could not be started has no stream to wait for.
+                    if streamed || result.start_error.is_some() {
+                        return Ok(result);
+                    }
+                    answer = Some(result);
+                }
+                result = &mut stream, if !streamed => {
+                    if let Err(e) = result {
+                        return Err(self.lost(format!("the stream broke: {e}")).await);
+                    }
+                    if let Some(answer) = answer {
+                        return Ok(answer);
+                    }
+                    streamed = true;
+                }
+                () = settle => {
+                    let text = "the guest agent fell silent at the end of a command";
+                    return Err(self.lost(text.into()).await);
+                }
+                () = &mut watchdog => {
+                    self.kill();
+                    return Ok(CommandResult { timed_out: true, ..CommandResult::default() });
+                }
+            }
+        }
+    }
+
+    /// Ends when a command is so far beyond its limit that the guest must be dead or hostile.
+    async fn watchdog(&self, timeout_ms: Option<u64>, progress: &Progress) {
+        let Some(ms) = timeout_ms else { return std::future::pending().await };
+        tokio::time::sleep(Duration::from_millis(ms)).await;
+        let taken = progress.bytes();
+        // Time in which the host's side does not take the output is not the guest's fault.
+        let mut left = self.grace();
+        let step = Duration::from_millis(100);
+        while !left.is_zero() {
+            tokio::time::sleep(step).await;
+            if progress.bytes().saturating_sub(taken) > LATE_BYTES {
+                return;
+            }
+            if !progress.blocked.load(Ordering::Relaxed) {
+                left = left.saturating_sub(step);
+            }
+        }
+    }
+
+    /// The error of a guest that was lost for `reason`, with what is known.
+    async fn lost(&self, mut reason: String) -> Error {
+        // A stream breaks a moment before the control socket tells why.
+        let wait = Duration::from_millis(500);
+        let mut console = String::new();
+        if self.killed.load(Ordering::Relaxed) {
+            return Error::GuestLost { reason: "it was ended".into(), console };
+        }
+        if let Ok(end) = tokio::time::timeout(wait, self.control.end()).await {
+            reason = describe(&end);
+            if let End::Exited { console: text, .. } = end {
+                console = text;
+            } else if let End::Lost { .. } = end {
+                reason = self.last_words(reason).await;
+            }
+        }
+        Error::GuestLost { reason, console }
+    }
+
+    async fn last_words(&self, reason: String) -> String {
+        // Give the process time to end before the lock is taken, which is never held across a wait.
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
+        let fate =
+            process.fate().map_or_else(String::new, |f| format!("; casulo-vmm ended with {f}"));
+        let words = process.last_words();
+        let words = if words.is_empty() { words } else { format!(": {}", quote(&words)) };
+        format!("{reason}{fate}{words}")
+    }
+}

@@ -1,0 +1,465 @@
+//! Folders and files of the host that the guest may see: opened `O_PATH` and checked.
+//!
+//! Checks look at the opened descriptor (its real path comes from `/proc/self/fd`), never at the name
+//! a second time, so a link that changes in between cannot get another folder shared.
+//!
+//! An input that is a single file appears as `/workspace/input/<its name>`. An output folder that
+//! does not exist is made, with mode 0700, when its parent exists.
+
+use std::ffi::OsStr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+
+use casulo_protocol::agent::Mount;
+use casulo_protocol::spec::{INPUT_PATH, OUTPUT_PATH, SandboxSpec};
+use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags};
+use rustix::io::Errno;
+
+/// Most shares of a sandbox, input and output included.
+pub const MAX_SHARES: usize = 32;
+
+/// Why something cannot be shared.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ShareError {
+    /// The path does not exist.
+    #[error("cannot share {}: it does not exist", path.display())]
+    Missing {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The caller may not read it.
+    #[error("cannot share {}: no permission to read it", path.display())]
+    Unreadable {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The caller may not write to it.
+    #[error("cannot share {} writable: no permission to write to it", path.display())]
+    Unwritable {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A file where a folder is needed.
+    #[error("cannot use {} as output: it is a file, and a folder is needed", path.display())]
+    NotAFolder {
+        /// The path.
+        path: PathBuf,
+    },
+    /// Neither a file nor a folder.
+    #[error("cannot share {}: it is neither a regular file nor a folder", path.display())]
+    Kind {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The output folder does not exist and cannot be made.
+    #[error("cannot make the output folder {}: {source}", path.display())]
+    Create {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// It is or holds something that contains credentials.
+    #[error(
+        "refusing to share {}: {reason}. Share a folder that holds only what the task needs, or \
+         insist with --share-sensitive", path.display()
+    )]
+    Sensitive {
+        /// The path.
+        path: PathBuf,
+        /// What was found.
+        reason: String,
+    },
+    /// The place in the guest cannot be used.
+    #[error("cannot share at `{target}` in the guest: {reason}")]
+    Target {
+        /// The place.
+        target: String,
+        /// Why.
+        reason: &'static str,
+    },
+    /// Too many.
+    #[error("{0} shares, but at most {MAX_SHARES} are possible")]
+    TooMany(usize),
+    /// Another failure of the system.
+    #[error("cannot share {}: {source}", path.display())]
+    Io {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+/// A checked share.
+#[derive(Debug)]
+pub(crate) struct Share {
+    /// Where and how the guest sees it.
+    pub(crate) mount: Mount,
+    /// The file or folder, `O_PATH`.
+    pub(crate) root: OwnedFd,
+    /// Most bytes that may be added.
+    pub(crate) limit_bytes: Option<u64>,
+}
+
+/// Opens and checks every share of a sandbox: input, output, then the rest in order.
+///
+/// # Errors
+/// One of them cannot be shared.
+pub(crate) fn open_all(spec: &SandboxSpec) -> Result<Vec<Share>, ShareError> {
+    let sensitive = if spec.share_sensitive { None } else { Some(Sensitive::of_this_user()) };
+    let check = |fd: &OwnedFd, path: &Path| match &sensitive {
+        Some(sensitive) => sensitive.check(fd, path),
+        None => Ok(()),
+    };
+    let mut shares = Vec::new();
+    if let Some(path) = &spec.input {
+        let (root, file) = open(path, false)?;
+        check(&root, path)?;
+        let target = if file { file_target(path)? } else { INPUT_PATH.to_owned() };
+        let mount = Mount { share: "input".into(), target, read_only: true, file };
+        shares.push(Share { mount, root, limit_bytes: None });
+    }
+    if let Some(path) = &spec.output {
+        make_output(path)?;
+        let (root, file) = open(path, true)?;
+        if file {
+            return Err(ShareError::NotAFolder { path: path.clone() });
+        }
+        check(&root, path)?;
+        let mount = Mount {
+            share: "output".into(),
+            target: OUTPUT_PATH.into(),
+            read_only: false,
+            file: false,
+        };
+        shares.push(Share { mount, root, limit_bytes: Some(spec.output_limit) });
+    }
+    for (n, share) in spec.shares.iter().enumerate() {
+        check_target(&share.guest)?;
+        let (root, file) = open(&share.host, share.writable)?;
+        check(&root, &share.host)?;
+        let mount = Mount {
+            share: format!("share{n}"),
+            target: share.guest.clone(),
+            read_only: !share.writable,
+            file,
+        };
+        let limit_bytes = share.writable.then_some(spec.output_limit);
+        shares.push(Share { mount, root, limit_bytes });
+    }
+    if shares.len() > MAX_SHARES {
+        return Err(ShareError::TooMany(shares.len()));
+    }
+    for (n, share) in shares.iter().enumerate() {
+        if shares.iter().take(n).any(|s| s.mount.target == share.mount.target) {
+            let target = share.mount.target.clone();
+            return Err(ShareError::Target { target, reason: "two shares have this place" });
+        }
+    }
+    Ok(shares)
+}
+
+/// Place of an input that is a file.
+fn file_target(path: &Path) -> Result<String, ShareError> {
+    match path.file_name().and_then(OsStr::to_str) {
+        Some(name) if !name.chars().any(char::is_control) => Ok(format!("{INPUT_PATH}/{name}")),
+        _ => Err(ShareError::Target {
+            target: INPUT_PATH.into(),
+            reason: "the name of the file is not printable UTF-8; share its folder",
+        }),
+    }
+}
+
+fn make_output(path: &Path) -> Result<(), ShareError> {
+    match rustix::fs::mkdir(path, Mode::RWXU) {
+        // Whatever else is wrong with an existing path is found when it is opened.
+        Ok(()) | Err(Errno::EXIST) => Ok(()),
+        Err(_) if path.exists() => Ok(()),
+        Err(e) => Err(ShareError::Create { path: path.to_owned(), source: e.into() }),
+    }
+}
+
+/// Opens a path; the second value says whether it is a regular file.
+fn open(path: &Path, writable: bool) -> Result<(OwnedFd, bool), ShareError> {
+    let owned = || path.to_owned();
+    let io = |e: Errno| match e {
+        Errno::NOENT | Errno::NOTDIR => ShareError::Missing { path: owned() },
+        Errno::ACCESS | Errno::PERM => ShareError::Unreadable { path: owned() },
+        e => ShareError::Io { path: owned(), source: e.into() },
+    };
+    let fd = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).map_err(io)?;
+    let file = match FileType::from_raw_mode(rustix::fs::fstat(&fd).map_err(io)?.st_mode) {
+        FileType::Directory => false,
+        FileType::RegularFile => true,
+        _ => return Err(ShareError::Kind { path: owned() }),
+    };
+    if file {
+        let flags = if writable { OFlags::RDWR } else { OFlags::RDONLY };
+        rustix::fs::open(fd_path(&fd), flags | OFlags::CLOEXEC, Mode::empty()).map_err(
+            |e| match e {
+                Errno::ACCESS | Errno::PERM | Errno::ROFS if writable => {
+                    ShareError::Unwritable { path: owned() }
+                }
+                e => io(e),
+            },
+        )?;
+        return Ok((fd, true));
+    }
+    let list = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    rustix::fs::openat(&fd, ".", list, Mode::empty()).map_err(io)?;
+    if writable {
+        rustix::fs::accessat(&fd, ".", Access::WRITE_OK | Access::EXEC_OK, AtFlags::EACCESS)
+            .map_err(|_| ShareError::Unwritable { path: owned() })?;
+    }
+    Ok((fd, false))
+}
+
+fn fd_path(fd: impl AsFd) -> String {
+    use std::os::fd::AsRawFd;
+    format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
+}
+
+/// Places in the guest that a share may not cover, with all below them.
+const GUEST_RESERVED: &[&str] =
+    &["/proc", "/sys", "/dev", "/workspace/input", "/workspace/output", "/workspace/tmp"];
+
+fn check_target(target: &str) -> Result<(), ShareError> {
+    let fail = |reason| Err(ShareError::Target { target: target.to_owned(), reason });
+    let Some(rest) = target.strip_prefix('/') else {
+        return fail("it must be an absolute path");
+    };
+    if target.len() > 4000 || target.chars().any(char::is_control) {
+        return fail("it is too long or has control characters");
+    }
+    if rest.split('/').any(|part| matches!(part, "" | "." | "..")) {
+        return fail("it must be a plain path without `.`, `..`, `//` and a slash at the end");
+    }
+    let path = Path::new(target);
+    if GUEST_RESERVED.iter().any(|r| path.starts_with(r)) || path == Path::new("/workspace") {
+        return fail("the system of the guest or another share has this place");
+    }
+    Ok(())
+}
+
+/// Names, relative to a home folder, of what holds credentials.
+const SECRETS: &[&str] = &[
+    ".ssh",
+    ".aws",
+    ".azure",
+    ".config/gcloud",
+    ".config/gh",
+    ".docker",
+    ".gnupg",
+    ".kube",
+    ".netrc",
+    ".npmrc",
+    ".pypirc",
+    ".git-credentials",
+    ".password-store",
+    ".local/share/keyrings",
+    // Browser profiles.
+    ".mozilla",
+    ".config/google-chrome",
+    ".config/chromium",
+    ".config/BraveSoftware",
+    ".config/microsoft-edge",
+    ".thunderbird",
+];
+
+/// Folders of the system that are refused with all below them, and those refused as such.
+const SYSTEM_TREES: &[&str] = &["/proc", "/sys", "/etc/ssh", "/etc/ssl/private"];
+const SYSTEM_ROOTS: &[&str] = &["/", "/home", "/root", "/etc", "/dev", "/run", "/var"];
+
+/// What must not be shared by accident.
+struct Sensitive {
+    homes: Vec<PathBuf>,
+}
+
+impl Sensitive {
+    fn of_this_user() -> Self {
+        let home = std::env::home_dir().filter(|h| h.is_absolute());
+        let real = home.as_ref().and_then(|h| std::fs::canonicalize(h).ok());
+        Self { homes: home.into_iter().chain(real).collect() }
+    }
+
+    /// `path` is the caller's name for it, for messages only.
+    fn check(&self, fd: &OwnedFd, path: &Path) -> Result<(), ShareError> {
+        let real = std::fs::read_link(fd_path(fd))
+            .map_err(|source| ShareError::Io { path: path.to_owned(), source })?;
+        let reason = self.reason(&real).or_else(|| {
+            // A folder of another name may still be somebody's home.
+            let holds = |secret: &&&str| {
+                rustix::fs::statat(fd, **secret, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+            };
+            SECRETS
+                .iter()
+                .find(holds)
+                .map(|s| format!("it holds `{s}`, which may hold credentials"))
+        });
+        match reason {
+            Some(reason) => Err(ShareError::Sensitive { path: path.to_owned(), reason }),
+            None => Ok(()),
+        }
+    }
+
+    fn reason(&self, real: &Path) -> Option<String> {
+        if self.homes.iter().any(|home| home.starts_with(real)) {
+            return Some(format!("{} is or contains your home folder", real.display()));
+        }
+        if SYSTEM_ROOTS.iter().any(|r| Path::new(r) == real)
+            || SYSTEM_TREES.iter().any(|r| real.starts_with(r))
+        {
+            return Some(format!("{} is a folder of the system", real.display()));
+        }
+        let parts: Vec<&OsStr> = real
+            .components()
+            .filter_map(|c| if let Component::Normal(part) = c { Some(part) } else { None })
+            .collect();
+        SECRETS.iter().find_map(|secret| {
+            let wanted: Vec<&OsStr> = secret.split('/').map(OsStr::new).collect();
+            let inside = parts.windows(wanted.len()).any(|w| w == wanted.as_slice());
+            inside.then(|| format!("it lies in `{secret}`, which may hold credentials"))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use casulo_protocol::spec::ShareSpec;
+
+    use super::*;
+
+    fn input(path: impl Into<PathBuf>) -> SandboxSpec {
+        let mut spec = SandboxSpec::default();
+        spec.input = Some(path.into());
+        spec
+    }
+
+    fn output(path: impl Into<PathBuf>) -> SandboxSpec {
+        let mut spec = SandboxSpec::default();
+        spec.output = Some(path.into());
+        spec
+    }
+
+    #[test]
+    fn folders_and_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("data.csv");
+        std::fs::write(&file, "x").unwrap();
+        let shares = open_all(&input(folder.path())).unwrap();
+        assert_eq!(shares[0].mount.target, INPUT_PATH);
+        assert!(shares[0].mount.read_only && !shares[0].mount.file);
+        let shares = open_all(&input(&file)).unwrap();
+        assert_eq!(shares[0].mount.target, "/workspace/input/data.csv");
+        assert!(shares[0].mount.read_only && shares[0].mount.file);
+        assert!(matches!(open_all(&output(&file)), Err(ShareError::NotAFolder { .. })));
+        let missing = open_all(&input(folder.path().join("no")));
+        assert!(matches!(missing, Err(ShareError::Missing { .. })));
+        assert!(matches!(open_all(&input("/dev/null")), Err(ShareError::Kind { .. })));
+    }
+
+    #[test]
+    fn output_is_made_when_the_parent_exists() {
+        use std::os::unix::fs::MetadataExt;
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("out");
+        let shares = open_all(&output(&out)).unwrap();
+        assert_eq!(shares[0].limit_bytes, Some(1 << 30));
+        assert_eq!(std::fs::metadata(&out).unwrap().mode() & 0o777, 0o700);
+        let deep = open_all(&output(folder.path().join("a/b")));
+        assert!(matches!(deep, Err(ShareError::Create { .. })));
+    }
+
+    #[test]
+    fn credentials_are_refused_also_through_links() {
+        let folder = tempfile::tempdir().unwrap();
+        let ssh = folder.path().join(".ssh");
+        std::fs::create_dir_all(ssh.join("keys")).unwrap();
+        std::os::unix::fs::symlink(ssh.join("keys"), folder.path().join("innocent")).unwrap();
+        let gcloud = folder.path().join("x/.config/gcloud/logs");
+        std::fs::create_dir_all(&gcloud).unwrap();
+        for path in [
+            PathBuf::from("/"),
+            std::env::home_dir().unwrap(),
+            "/etc".into(),
+            "/proc/self/root".into(),
+            ssh,
+            folder.path().join("innocent"),
+            folder.path().to_owned(),
+            gcloud,
+        ] {
+            let mut spec = input(&path);
+            let refused = open_all(&spec);
+            assert!(matches!(refused, Err(ShareError::Sensitive { .. })), "{}", path.display());
+            spec.share_sensitive = true;
+            assert!(open_all(&spec).is_ok(), "{}", path.display());
+        }
+        assert!(open_all(&input(folder.path().join("x"))).is_err());
+        assert!(open_all(&input(folder.path().join("x/.config/gcloud"))).is_err());
+    }
+
+    #[test]
+    fn a_parent_of_the_home_folder_is_refused() {
+        let sensitive = Sensitive { homes: vec![PathBuf::from("/srv/people/ann")] };
+        for (path, refused) in [
+            ("/srv/people/ann", true),
+            ("/srv/people", true),
+            ("/srv", true),
+            ("/srv/people/ann/work", false),
+            ("/srv/people/bob", false),
+            ("/srv/people/ann/.ssh/x", true),
+            ("/srv/sshd", false),
+        ] {
+            assert_eq!(sensitive.reason(Path::new(path)).is_some(), refused, "{path}");
+        }
+    }
+
+    #[test]
+    fn places_in_the_guest() {
+        for bad in [
+            "",
+            "x",
+            "/",
+            "/a/../b",
+            "/a//b",
+            "/a/",
+            "/proc/x",
+            "/dev",
+            "/workspace",
+            "/workspace/input/x",
+            "/a\nb",
+        ] {
+            assert!(check_target(bad).is_err(), "{bad:?}");
+        }
+        for good in ["/data", "/workspace/extra", "/home/user/x.txt", "/device"] {
+            assert!(check_target(good).is_ok(), "{good}");
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let mut spec = SandboxSpec::default();
+        for _ in 0..2 {
+            let host = folder.path().to_owned();
+            spec.shares.push(ShareSpec { host, guest: "/data".into(), writable: false });
+        }
+        assert!(matches!(open_all(&spec), Err(ShareError::Target { .. })));
+    }
+
+    #[test]
+    fn permissions() {
+        use std::os::unix::fs::PermissionsExt;
+        if rustix::process::geteuid().is_root() {
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let set = |mode| {
+            let permissions = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(folder.path(), permissions).unwrap();
+        };
+        set(0o000);
+        assert!(matches!(open_all(&input(folder.path())), Err(ShareError::Unreadable { .. })));
+        set(0o500);
+        assert!(matches!(open_all(&output(folder.path())), Err(ShareError::Unwritable { .. })));
+        set(0o700);
+    }
+}
