@@ -3,7 +3,7 @@ use std::time::Duration;
 use super::super::connection::ANSWER_TIMEOUT;
 use super::super::handle::BACKLOG;
 use super::super::packet::{SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
-use super::super::testing::{Bench, GUEST_CID, header};
+use super::super::testing::{Bench, GUEST_CID, Stream, header};
 use super::*;
 
 const PORT: u32 = 80;
@@ -283,16 +283,7 @@ fn a_slow_reader_gets_all_after_the_guest_closed() {
         assert_eq!(bench.ops(), if op == Op::Shutdown { vec![Op::Reset] } else { vec![] });
         assert_eq!(bench.muxer.connection_count(), 1);
         let mut second = bench.guest_opens(PORT, GUEST);
-        let mut got = Vec::new();
-        let mut ended = false;
-        while !ended {
-            let (part, end) = stream.read();
-            assert!(end || !part.is_empty());
-            got.extend(part);
-            ended = end;
-            bench.run();
-        }
-        assert!(got == data);
+        assert!(read_to_end(&mut bench, &mut stream) == data);
         bench.data(PORT, GUEST, b"second");
         assert_eq!(second.read(), (b"second".to_vec(), false));
         assert_eq!(bench.muxer.connection_count(), 1);
@@ -335,16 +326,7 @@ fn the_guests_end_comes_after_its_data() {
         bench.data(PORT, GUEST, &[1; 60_000]);
     }
     bench.op(Op::Shutdown, PORT, GUEST, SHUTDOWN_SEND);
-    let mut got = 0;
-    loop {
-        let (part, end) = stream.read();
-        got += part.len();
-        if end {
-            break;
-        }
-        bench.run();
-    }
-    assert_eq!(got, 420_000);
+    assert_eq!(read_to_end(&mut bench, &mut stream).len(), 420_000);
 }
 
 #[test]
@@ -517,7 +499,7 @@ fn without_credit_nothing_is_read_and_nothing_spins() {
     bench.packet(request, &[]);
     assert_eq!(bench.ops(), [Op::Response]);
     let Some(VsockEvent::Accepted { stream, .. }) = bench.event() else { panic!() };
-    let mut stream = super::super::testing::Stream::from(stream);
+    let mut stream = Stream::from(stream);
     stream.write(&[5; 2500]);
     assert_eq!(bench.packets().iter().map(|(_, data)| data.len()).collect::<Vec<_>>(), [1000]);
     assert!(!bench.muxer.has_work());
@@ -561,7 +543,7 @@ fn a_stalled_guest_is_asked_for_credit_less_and_less_often() {
     let mut bench = Bench::new(&[PORT]);
     bench.packet(Header { buf_alloc: 100, ..header(Op::Request, PORT, GUEST) }, &[]);
     let Some(VsockEvent::Accepted { stream, .. }) = bench.event() else { panic!() };
-    let mut stream = super::super::testing::Stream::from(stream);
+    let mut stream = Stream::from(stream);
     stream.write(&[5; 200]);
     assert_eq!(bench.ops(), [Op::Response, Op::ReadWrite]);
     let mut asked = 0;
@@ -597,7 +579,7 @@ fn old_and_false_credit_is_ignored() {
     bench.packet(Header { buf_alloc: 10_000, ..header(Op::Request, PORT, GUEST) }, &[]);
     assert_eq!(bench.ops(), [Op::Response]);
     let Some(VsockEvent::Accepted { stream, .. }) = bench.event() else { panic!() };
-    let mut stream = super::super::testing::Stream::from(stream);
+    let mut stream = Stream::from(stream);
     stream.write(&[5; 50_000]);
     let mut update = |fwd_cnt| {
         let update = header(Op::CreditUpdate, PORT, GUEST);
@@ -632,4 +614,18 @@ fn readable(muxer: &Muxer) -> bool {
     use rustix::event::{PollFd, PollFlags, poll};
     let mut fds = [PollFd::new(&muxer.epoll, PollFlags::IN)];
     poll(&mut fds, Some(&Timespec::default())).unwrap() == 1
+}
+
+/// Reads all up to the end of the stream, which must come.
+fn read_to_end(bench: &mut Bench, stream: &mut Stream) -> Vec<u8> {
+    let mut all = Vec::new();
+    for _ in 0..100 {
+        let (part, ended) = stream.read();
+        all.extend(part);
+        if ended {
+            return all;
+        }
+        bench.run();
+    }
+    panic!("no end after {} bytes", all.len());
 }
