@@ -5,9 +5,7 @@ use std::process::Stdio;
 
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 
-use crate::support::{
-    Leftovers, PATIENCE, folder, output, run, vmm_of, wait, wait_for,
-};
+use crate::support::{Leftovers, PATIENCE, folder, output, run, vmm_of, wait, wait_for};
 
 fn pid(child: &std::process::Child) -> Pid {
     Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap()
@@ -25,7 +23,8 @@ fn started(mut command: std::process::Command) -> std::process::Child {
 #[test]
 fn timeout_is_124_with_the_output_so_far() {
     let before = Leftovers::now();
-    let out = output(run(["--timeout", "2", "--", "sh", "-c", "echo before; sleep 60; echo after"]));
+    let out =
+        output(run(["--timeout", "2", "--", "sh", "-c", "echo before; sleep 60; echo after"]));
     assert_eq!(out.status.code(), Some(124));
     assert_eq!(out.stdout, b"before\n");
     before.assert_unchanged();
@@ -89,10 +88,8 @@ fn after_sigkill_nothing_is_left() {
     child.wait().unwrap();
     // The VMM's pidfd becomes readable when it has ended.
     let mut poll = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
-    let patience = rustix::event::Timespec {
-        tv_sec: i64::try_from(PATIENCE.as_secs()).unwrap(),
-        tv_nsec: 0,
-    };
+    let patience =
+        rustix::event::Timespec { tv_sec: i64::try_from(PATIENCE.as_secs()).unwrap(), tv_nsec: 0 };
     assert_eq!(rustix::event::poll(&mut poll, Some(&patience)).unwrap(), 1);
     drop(folder);
     before.assert_unchanged();

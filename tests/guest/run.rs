@@ -157,8 +157,7 @@ fn a_terminal_resizes() {
 #[test]
 fn a_terminal_passes_keys() {
     let casulo = crate::support::casulo_path();
-    let inner =
-        format!("{} run --host native -t -- sh -c 'read x; echo got-$x'", casulo.display());
+    let inner = format!("{} run --host native -t -- sh -c 'read x; echo got-$x'", casulo.display());
     let mut child = std::process::Command::new("script")
         .args(["-qec", &inner, "/dev/null"])
         .env("CASULO_HOME", crate::support::home())

@@ -27,12 +27,11 @@ pub(crate) fn run(_args: Args) -> Result<()> {
     fs::create_dir_all(&output).with_context(|| format!("cannot make {}", output.display()))?;
 
     let mut casulo = Command::new(root.join("target/release/casulo"));
-    casulo
-        .args(["run", "--timings", "--input"])
-        .arg(&input)
-        .arg("--output")
-        .arg(&output)
-        .args(["--", "python3", "/workspace/input/report.py"]);
+    casulo.args(["run", "--timings", "--input"]).arg(&input).arg("--output").arg(&output).args([
+        "--",
+        "python3",
+        "/workspace/input/report.py",
+    ]);
     eprintln!(
         "\n$ casulo run --timings --input examples/report --output target/demo \\\n    \
          -- python3 /workspace/input/report.py"
@@ -42,18 +41,20 @@ pub(crate) fn run(_args: Args) -> Result<()> {
     let report = output.join("report.json");
     let text = fs::read_to_string(&report)
         .with_context(|| format!("the task left no report at {}", report.display()))?;
-    let report: serde_json::Value = serde_json::from_str(&text).context("report.json is no JSON")?;
+    let report: serde_json::Value =
+        serde_json::from_str(&text).context("report.json is no JSON")?;
     let rows = fs::read_to_string(input.join("readings.csv"))?.lines().count() - 1;
-    let counted = ["readings", "missing"]
-        .iter()
-        .filter_map(|key| report.get(key)?.as_u64())
-        .sum::<u64>();
+    let counted =
+        ["readings", "missing"].iter().filter_map(|key| report.get(key)?.as_u64()).sum::<u64>();
     ensure!(
         u64::try_from(rows) == Ok(counted),
         "the report counts {counted} rows, the file holds {rows}"
     );
     let chart = fs::read_to_string(output.join("energy.svg")).context("the task left no chart")?;
-    ensure!(chart.starts_with("<svg") && chart.trim_end().ends_with("</svg>"), "the chart is no SVG");
+    ensure!(
+        chart.starts_with("<svg") && chart.trim_end().ends_with("</svg>"),
+        "the chart is no SVG"
+    );
 
     println!("\n{rows} rows went in; out came:");
     for name in ["report.json", "energy.svg"] {

@@ -1,0 +1,64 @@
+//! `casulo mcp`: the MCP gateway for one client on standard input and output.
+
+use std::sync::Arc;
+
+use casulo_protocol::result::HostKind;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::cli::host::{self, Choice};
+use crate::cli::options::SandboxOptions;
+use crate::cli::{FAILED, complain};
+use crate::gateway::{self, Limits};
+use crate::{Runtime, RuntimeConfig};
+
+/// Options of `casulo mcp`.
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    sandbox: SandboxOptions,
+    /// Most sandboxes at once
+    #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    max_sandboxes: u16,
+}
+
+/// Serves until the client closes standard input; gives the exit status.
+pub(crate) fn run(args: &Args) -> u8 {
+    let status = host::config().map_err(|e| e.to_string()).and_then(|config| {
+        match host::choose(&args.sandbox, &config, false)? {
+            Choice::Native => serve(args, config),
+            Choice::Done(status) => Ok(status),
+        }
+    });
+    status.unwrap_or_else(|error| {
+        complain(&error);
+        FAILED
+    })
+}
+
+fn serve(args: &Args, config: RuntimeConfig) -> Result<u8, String> {
+    let host = if config.emulated { HostKind::Emulated } else { HostKind::Native };
+    let tokio = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| format!("cannot start: {e}"))?;
+    let status = tokio.block_on(async {
+        let runtime = Arc::new(Runtime::open(config).map_err(|e| e.to_string())?);
+        let spec = args.sandbox.spec();
+        // What is wrong with the options is said now, not at the first call of a tool.
+        runtime.check(&spec).await.map_err(|e| e.to_string())?;
+        let limits = Limits { sandboxes: args.max_sandboxes.into(), ..Limits::default() };
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(|e| e.to_string())?;
+        let mut terminate = signal(SignalKind::terminate()).map_err(|e| e.to_string())?;
+        // Dropping the service kills its VMs.
+        tokio::select! {
+            served = gateway::serve_stdio(runtime, spec, limits, host) => {
+                served.map(|()| 0).map_err(|e| format!("the MCP connection failed: {e}"))
+            }
+            _ = interrupt.recv() => Ok(130),
+            _ = terminate.recv() => Ok(143),
+        }
+    });
+    // A read of standard input may still be pending; it must not keep the process.
+    tokio.shutdown_background();
+    status
+}

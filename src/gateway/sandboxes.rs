@@ -1,0 +1,199 @@
+//! The sandboxes of one gateway: fresh ones for single calls, kept ones under unguessable ids.
+//!
+//! A kept sandbox ends when its caller destroys it, when nobody called it for the idle time, when it
+//! is too old, or with the gateway. Expired and unknown ids give the same error.
+
+use std::collections::HashMap;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use casulo_protocol::error::{ErrorClass, Retry, TaskError};
+use casulo_protocol::spec::SandboxSpec;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::{Runtime, Sandbox};
+
+/// What a gateway allows.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Most sandboxes at once, fresh and kept.
+    pub sandboxes: usize,
+    /// Time without a call after which a kept sandbox ends.
+    pub idle: Duration,
+    /// Age at which a kept sandbox ends.
+    pub life: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            sandboxes: 16,
+            idle: Duration::from_secs(15 * 60),
+            life: Duration::from_secs(4 * 60 * 60),
+        }
+    }
+}
+
+/// A running sandbox and its place among the allowed ones.
+pub(super) struct Held {
+    pub(super) id: String,
+    pub(super) sandbox: Sandbox,
+    created: Instant,
+    used: Mutex<Instant>,
+    calls: std::sync::atomic::AtomicUsize,
+    _slot: OwnedSemaphorePermit,
+}
+
+/// A call in a kept sandbox: while it lives the sandbox is not idle.
+pub(super) struct Call(Arc<Held>);
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        self.0.calls.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
+        *lock(&self.0.used) = Instant::now();
+    }
+}
+
+impl std::ops::Deref for Call {
+    type Target = Held;
+
+    fn deref(&self) -> &Held {
+        &self.0
+    }
+}
+
+/// All sandboxes of a gateway.
+pub(super) struct Sandboxes {
+    runtime: Arc<Runtime>,
+    template: SandboxSpec,
+    output: Option<PathBuf>,
+    pub(super) limits: Limits,
+    slots: Arc<Semaphore>,
+    kept: Mutex<HashMap<String, Arc<Held>>>,
+}
+
+/// A poisoned lock means that another call panicked; the map itself is still whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn new_id() -> Result<String, TaskError> {
+    let mut bytes = [0u8; 16];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()).map_err(
+        |error| TaskError {
+            class: ErrorClass::Internal,
+            message: format!("cannot make a sandbox id: no random bytes from the kernel: {error}"),
+            retry: Retry::Yes,
+        },
+    )?;
+    Ok(bytes.iter().fold(String::from("sb_"), |id, byte| format!("{id}{byte:02x}")))
+}
+
+impl Sandboxes {
+    pub(super) fn new(
+        runtime: Arc<Runtime>,
+        mut template: SandboxSpec,
+        limits: Limits,
+    ) -> Arc<Self> {
+        let output = template.output.take();
+        let slots = Arc::new(Semaphore::new(limits.sandboxes));
+        Arc::new(Self { runtime, template, output, limits, slots, kept: Mutex::default() })
+    }
+
+    /// Boots a sandbox for one call.
+    pub(super) async fn fresh(&self) -> Result<Held, TaskError> {
+        let slot = Arc::clone(&self.slots).try_acquire_owned().map_err(|_| TaskError {
+            class: ErrorClass::Capacity,
+            message: format!(
+                "all {} sandboxes are in use; destroy one with destroy_sandbox, or try again later",
+                self.limits.sandboxes
+            ),
+            retry: Retry::Yes,
+        })?;
+        let id = new_id()?;
+        let mut spec = self.template.clone();
+        if let Some(output) = &self.output {
+            let folder = output.join(&id);
+            DirBuilder::new().mode(0o700).create(&folder).map_err(|error| TaskError {
+                class: ErrorClass::Internal,
+                message: format!("cannot make the output folder {}: {error}", folder.display()),
+                retry: Retry::Yes,
+            })?;
+            spec.output = Some(folder);
+        }
+        let sandbox = self.runtime.sandbox(spec).await.map_err(TaskError::from)?;
+        let now = Instant::now();
+        Ok(Held {
+            id,
+            sandbox,
+            created: now,
+            used: Mutex::new(now),
+            calls: std::sync::atomic::AtomicUsize::new(0),
+            _slot: slot,
+        })
+    }
+
+    /// Boots a sandbox that is kept, and gives its id.
+    pub(super) async fn create(&self) -> Result<String, TaskError> {
+        let held = self.fresh().await?;
+        let id = held.id.clone();
+        lock(&self.kept).insert(id.clone(), Arc::new(held));
+        Ok(id)
+    }
+
+    /// The kept sandbox of that id.
+    pub(super) fn get(&self, id: &str) -> Result<Call, TaskError> {
+        let kept = lock(&self.kept);
+        let held = kept.get(id).ok_or_else(not_found)?;
+        held.calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        Ok(Call(Arc::clone(held)))
+    }
+
+    /// Ends the kept sandbox of that id; calls that run in it end with `guest_lost`.
+    pub(super) fn destroy(&self, id: &str) -> Result<(), TaskError> {
+        let held = lock(&self.kept).remove(id).ok_or_else(not_found)?;
+        held.sandbox.kill();
+        Ok(())
+    }
+
+    /// Ends every sandbox that is idle, too old or lost.
+    pub(super) fn reap(&self) {
+        let now = Instant::now();
+        let mut ended = Vec::new();
+        lock(&self.kept).retain(|_, held| {
+            let busy = held.calls.load(std::sync::atomic::Ordering::Relaxed) > 0;
+            let idle = now.duration_since(*lock(&held.used)) >= self.limits.idle && !busy;
+            let old = now.duration_since(held.created) >= self.limits.life;
+            let lost = !held.sandbox.is_alive();
+            if idle || old || lost {
+                ended.push(Arc::clone(held));
+            }
+            !(idle || old || lost)
+        });
+        // Outside the lock: ending a VM waits for its process.
+        for held in ended {
+            held.sandbox.kill();
+        }
+    }
+
+    /// Ends every kept sandbox.
+    pub(super) fn close(&self) {
+        let all: Vec<_> = lock(&self.kept).drain().collect();
+        for (_, held) in all {
+            held.sandbox.kill();
+        }
+    }
+}
+
+fn not_found() -> TaskError {
+    TaskError {
+        class: ErrorClass::SandboxNotFound,
+        message: "no such sandbox: it was never made, was destroyed or has expired; make one with \
+                  create_sandbox"
+            .to_owned(),
+        retry: Retry::No,
+    }
+}
