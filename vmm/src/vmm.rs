@@ -1,6 +1,6 @@
 //! The life of a VMM: wait for the parent's word, build, serve until the guest or the parent ends.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -9,6 +9,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::builder::{self, Parts, Vm};
 use crate::control::{Control, ControlError};
+use crate::devices::virtio::vsock::VsockEvent;
 
 /// Bytes of the console that come with the end of the guest.
 const CONSOLE_AT_END: usize = 16 * 1024;
@@ -53,13 +54,14 @@ fn serve(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlErr
         let mut fds = [
             PollFd::new(&*control, PollFlags::IN),
             PollFd::from_borrowed_fd(borrow(&vm.ended_event), PollFlags::IN),
+            PollFd::new(&vm.vsock_events, PollFlags::IN),
         ];
         match poll(&mut fds, None) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
             Err(error) => return Err(std::io::Error::from(error).into()),
         }
-        let [asked, ended] = fds.map(|fd| !fd.revents().is_empty());
+        let [asked, ended, connected] = fds.map(|fd| !fd.revents().is_empty());
         if ended && let Ok(reason) = vm.ended.try_recv() {
             let message = Message::Exited {
                 reason: with_panic(reason, vm),
@@ -68,8 +70,26 @@ fn serve(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlErr
             };
             return control.send(&message, None);
         }
+        if connected {
+            while let Some(event) = vm.vsock_events.next() {
+                tell(control, event)?;
+            }
+        }
         if asked {
             answer(control, vm, build_us)?;
+        }
+    }
+}
+
+/// Passes on a connection.
+fn tell(control: &Control, event: VsockEvent) -> Result<(), ControlError> {
+    match event {
+        VsockEvent::Connected { id, stream } => {
+            control.send(&Message::Connected { id }, Some(stream.as_fd()))
+        }
+        VsockEvent::Refused { id, error } => control.send(&Message::Refused { id, error }, None),
+        VsockEvent::Accepted { port, stream } => {
+            control.send(&Message::Accepted { port }, Some(stream.as_fd()))
         }
     }
 }
@@ -88,11 +108,8 @@ fn answer(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlEr
             let console = vm.console.tail(CONSOLE_AT_END);
             control.send(&Message::Report { console, counters: counters(vm, build_us) }, None)
         }
-        Request::Connect { id, .. } => {
-            let error = "this VM has no socket device".to_owned();
-            control.send(&Message::Refused { id, error }, None)
-        }
-        Request::Listen { .. } => Ok(()),
+        Request::Connect { id, port } => vm.vsock.connect(id, port).map_err(ControlError::Io),
+        Request::Listen { port } => vm.vsock.listen(port).map_err(ControlError::Io),
         Request::Start(_) => Err(ControlError::Packet("a VM is started once".into())),
     }
 }

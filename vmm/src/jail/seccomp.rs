@@ -75,20 +75,8 @@ const CONTROL: &[i64] =
 
 const BLOCK: &[i64] = &[libc::SYS_fdatasync, libc::SYS_preadv, libc::SYS_pwritev];
 
-const VSOCK: &[i64] = &[
-    libc::SYS_fcntl,
-    libc::SYS_getsockopt,
-    libc::SYS_readv,
-    libc::SYS_recvfrom,
-    libc::SYS_recvmsg,
-    libc::SYS_sendmsg,
-    libc::SYS_sendto,
-    libc::SYS_setsockopt,
-    libc::SYS_shutdown,
-    libc::SYS_timerfd_create,
-    libc::SYS_timerfd_settime,
-    libc::SYS_writev,
-];
+const VSOCK: &[i64] =
+    &[libc::SYS_recvmsg, libc::SYS_sendmsg, libc::SYS_shutdown, libc::SYS_timerfd_settime];
 
 const FS: &[i64] = &[
     libc::SYS_copy_file_range,
@@ -142,7 +130,6 @@ pub fn filter(kind: Kind) -> Result<BpfProgram, JailError> {
         Kind::Vsock => {
             let local = u64::try_from(libc::AF_UNIX).unwrap_or(u64::MAX);
             rules.insert(libc::SYS_socketpair, vec![equal(0, local)?]);
-            rules.insert(libc::SYS_ioctl, vec![equal(1, libc::FIONBIO)?]);
         }
         _ => {}
     }

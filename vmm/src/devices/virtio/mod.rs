@@ -12,6 +12,7 @@ pub mod fs;
 pub mod mmio;
 pub mod page;
 pub mod rng;
+pub mod vsock;
 pub mod worker;
 
 use std::io;
