@@ -10,10 +10,9 @@ use super::tree::{Data, Inode, Kind, Tree};
 use super::{erofs, store};
 use crate::{paths, sh};
 
-/// Empty folders; see `rootfs/README.md`. Most layers of an image: 16.
-const FOLDERS: [&str; 7] = ["dev", "proc", "sys", "run", "scratch", "newroot", "layers"];
-/// Most layers of an image.
-const LAYERS: usize = 16;
+/// What the agent mounts things on before it has a root of its own: a tmpfs with all the rest on
+/// `/run`.
+const FOLDERS: [&str; 4] = ["dev", "proc", "run", "sys"];
 
 /// `agent.json`.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,9 +58,6 @@ fn tree(binary: Vec<u8>) -> Result<Tree> {
     tree.insert(b"init", Inode::new(Kind::File(Data::Bytes(binary)), 0o755, 0))?;
     for folder in FOLDERS {
         tree.insert(folder.as_bytes(), Inode::new(Kind::Dir, 0o755, 0))?;
-    }
-    for layer in 0..LAYERS {
-        tree.insert(format!("layers/{layer}").as_bytes(), Inode::new(Kind::Dir, 0o755, 0))?;
     }
     Ok(tree)
 }

@@ -34,14 +34,19 @@ const COMPILE: &str = "chroot \"$1\" env -u SOURCE_DATE_EPOCH PYTHONHASHSEED=0 s
     ! test -e /usr/bin/python3 || python3 -m compileall -q -f -j 1 --invalidation-mode timestamp \
     /usr/lib/python3.* /usr/lib/python3/dist-packages'";
 
-/// Makes the tar of a recipe's packages, the recipe's versions first, others where the archive no
-/// longer has them.
-pub(crate) fn bootstrap(recipe: &Recipe, tar: &Path, progress: &Progress) -> Result<()> {
+/// Makes the tar of a recipe's packages in the pinned versions (`name=version`), or others where the
+/// archive no longer has them.
+pub(crate) fn bootstrap(
+    recipe: &Recipe,
+    pins: &[String],
+    tar: &Path,
+    progress: &Progress,
+) -> Result<()> {
     let root = sh::output(Command::new("id").arg("-u"))?.trim() == "0";
     let tools = TOOLS.iter().filter(|(tool, _)| !root || *tool != "newuidmap");
     sh::need(&tools.copied().collect::<Vec<_>>())?;
 
-    let pins = pins(&recipe.lock)?;
+    let pins = preferences(pins)?;
     let suite = &recipe.suite;
     let epoch = recipe.epoch;
     let mut command = Command::new("mmdebstrap");
@@ -51,10 +56,10 @@ pub(crate) fn bootstrap(recipe: &Recipe, tar: &Path, progress: &Progress) -> Res
         .arg("--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr")
         .arg(format!("--include={}", recipe.packages.join(",")))
         .args(DPKG_OPTIONS.map(|option| format!("--dpkgopt={option}")))
-        .arg(format!("--setup-hook=upload {} /etc/apt/preferences.d/pins", pins.path().display()))
+        .arg(format!("--setup-hook=upload '{}' /etc/apt/preferences.d/pins", pins.path().display()))
         // The times that end up in the tar, before Python notes them in its `.pyc` files.
         .arg(format!(
-            "--customize-hook=find \"$1\" -xdev -type f -newermt @{epoch} -exec touch -d @{epoch} {{}} +"
+            "--customize-hook=find \"$1/usr\" \"$1/etc\" -xdev -type f -newermt @{epoch} -exec touch -d @{epoch} {{}} +"
         ))
         .arg(format!("--customize-hook={COMPILE}"))
         .args([suite.as_str(), "-"])
@@ -79,10 +84,8 @@ pub(crate) fn bootstrap(recipe: &Recipe, tar: &Path, progress: &Progress) -> Res
     for line in BufReader::new(child.stderr.take().context("no stderr")?).split(b'\n') {
         let line = String::from_utf8_lossy(&line?).trim_end().to_owned();
         match line.strip_prefix("I: ") {
-            Some(step) if !step.starts_with("success in") => {
-                progress.step(step.trim_end_matches('.'))
-            }
-            _ => said.push(line),
+            Some(said) => step(said).map_or((), |step| progress.step(step)),
+            None => said.push(line),
         }
     }
     let status = child.wait()?;
@@ -94,6 +97,16 @@ pub(crate) fn bootstrap(recipe: &Recipe, tar: &Path, progress: &Progress) -> Res
     Ok(())
 }
 
+/// What of mmdebstrap's words is of interest, for a person who waits.
+fn step(said: &str) -> Option<&str> {
+    if said.starts_with("running --customize-hook") && said.contains("compileall") {
+        return Some("compiling Python's modules");
+    }
+    const BEGINNINGS: [&str; 6] =
+        ["running apt-get", "downloading", "extracting", "installing", "cleaning", "creating"];
+    BEGINNINGS.iter().any(|begin| said.starts_with(begin)).then(|| said.trim_end_matches('.'))
+}
+
 /// Users' paths lack the sbin folders on Debian.
 fn path() -> std::ffi::OsString {
     let mut path = std::env::var_os("PATH").unwrap_or_default();
@@ -102,14 +115,14 @@ fn path() -> std::ffi::OsString {
 }
 
 /// Preferences for apt, readable by the users of a user namespace.
-fn pins(lock: &[String]) -> Result<tempfile::NamedTempFile> {
+fn preferences(pins: &[String]) -> Result<tempfile::NamedTempFile> {
     use std::os::unix::fs::PermissionsExt;
     let mut file = tempfile::Builder::new()
         .prefix("casulo-pins-")
         .permissions(std::fs::Permissions::from_mode(0o644))
         .tempfile()
         .context("cannot make a temporary file")?;
-    for (name, version) in lock.iter().filter_map(|line| line.split_once('=')) {
+    for (name, version) in pins.iter().filter_map(|line| line.split_once('=')) {
         writeln!(file, "Package: {name}\nPin: version {version}\nPin-Priority: 1001\n")
             .context("cannot write a temporary file")?;
     }
@@ -158,4 +171,44 @@ fn parse_status(status: &str) -> Vec<String> {
         .collect();
     packages.sort();
     packages
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_installed_packages_are_listed() {
+        let status = "Package: b\nStatus: install ok installed\nVersion: 1:2-3\nDescription: x\n y\n\n\
+            Package: gone\nStatus: deinstall ok config-files\nVersion: 1\n\n\
+            Package: a\nStatus: install ok installed\nVersion: 4\n";
+        assert_eq!(parse_status(status), ["a=4", "b=1:2-3"]);
+    }
+
+    #[test]
+    fn failures_say_what_to_do() {
+        for (output, root, wanted) in [
+            ("tar: write error: No space left on device", true, "disk is full"),
+            (
+                "E: Failed to fetch http://deb.debian.org/x  Temporary failure resolving",
+                true,
+                "network",
+            ),
+            ("E: unable to pick chroot mode: newuidmap is not installed", false, "/etc/subuid"),
+            ("E: Unable to locate package nonsense", true, "recipe's packages"),
+        ] {
+            assert!(explain(output, root).contains(wanted), "{output}");
+        }
+    }
+
+    #[test]
+    fn preferences_pin_each_package() {
+        let file = preferences(&["a=1:2-3".to_owned(), "b=4".to_owned()]).unwrap();
+        let text = std::fs::read_to_string(file.path()).unwrap();
+        assert!(
+            text.starts_with("Package: a\nPin: version 1:2-3\nPin-Priority: 1001\n\n"),
+            "{text}"
+        );
+        assert_eq!(text.matches("Package:").count(), 2);
+    }
 }

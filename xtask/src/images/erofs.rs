@@ -127,7 +127,7 @@ impl Plan {
         if self.blocks.is_empty() {
             return usize::try_from(self.size).unwrap_or(usize::MAX);
         }
-        self.blocks.last().map_or(0, |names| dir_block_len(names))
+        self.blocks.last().map_or(0, dir_block_len)
     }
 
     /// Whole blocks in the data area.
@@ -161,7 +161,7 @@ fn plan(tree: &Tree) -> Result<Vec<Plan>> {
             }
             Kind::Dir => {
                 blocks = dir_blocks(index, folders.remove(&index).unwrap_or_default())?;
-                let last = u64::try_from(blocks.last().map_or(0, |names| dir_block_len(names)))?;
+                let last = u64::try_from(blocks.last().map_or(0, dir_block_len))?;
                 let whole = u64::try_from(blocks.len().saturating_sub(1) * BLOCK)?;
                 (whole + last, last)
             }
@@ -389,4 +389,214 @@ fn crc32c(bytes: &[u8]) -> u32 {
             (crc >> 1) ^ if crc & 1 == 1 { 0x82F6_3B78 } else { 0 }
         })
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tree::Data;
+    use super::*;
+
+    /// A reader as the kernel's, for what the writer writes.
+    struct Volume(Vec<u8>);
+
+    #[derive(Debug)]
+    struct Found {
+        format: u16,
+        mode: u16,
+        size: u64,
+        union: u32,
+        uid: u32,
+        mtime: u64,
+        links: u32,
+        xattrs: Vec<u8>,
+        data: Vec<u8>,
+    }
+
+    impl Volume {
+        fn number(&self, at: usize, len: usize) -> u64 {
+            self.0[at..at + len].iter().rev().fold(0, |n, byte| n << 8 | u64::from(*byte))
+        }
+
+        fn root(&self) -> u64 {
+            self.number(SUPER_OFFSET + 14, 2)
+        }
+
+        fn inode(&self, nid: u64) -> Found {
+            let at = usize::try_from(nid).unwrap() * SLOT;
+            assert!(at % BLOCK + INODE <= BLOCK, "an inode lies in one block");
+            let format = self.number(at, 2) as u16;
+            let icount = self.number(at + 2, 2) as usize;
+            let behind = at + INODE + if icount == 0 { 0 } else { 12 + (icount - 1) * 4 };
+            let (size, union) = (self.number(at + 8, 8), self.number(at + 16, 4) as u32);
+            let mode = self.number(at + 4, 2) as u16;
+            let mut data = Vec::new();
+            if [0o100_000, 0o040_000, 0o120_000].contains(&(mode & 0o170_000)) {
+                let bytes = usize::try_from(size).unwrap();
+                let inline = format >> 1 == FLAT_INLINE;
+                let whole = if inline { (bytes - 1) / BLOCK * BLOCK } else { bytes };
+                let start = union as usize * BLOCK;
+                data.extend_from_slice(&self.0[start..][..whole]);
+                if inline {
+                    assert_eq!(
+                        at / BLOCK,
+                        (behind + bytes - whole - 1) / BLOCK,
+                        "tail in one block"
+                    );
+                    data.extend_from_slice(&self.0[behind..][..bytes - whole]);
+                }
+            }
+            Found {
+                format,
+                mode,
+                size,
+                union,
+                uid: self.number(at + 24, 4) as u32,
+                mtime: self.number(at + 32, 8),
+                links: self.number(at + 44, 4) as u32,
+                xattrs: self.0[at + INODE..behind].to_vec(),
+                data,
+            }
+        }
+
+        fn list(&self, nid: u64) -> Vec<(Vec<u8>, u64, u8)> {
+            let mut names = Vec::new();
+            for block in self.inode(nid).data.chunks(BLOCK) {
+                let block = Volume(block.to_vec());
+                let count = block.number(8, 2) as usize / DIRENT;
+                for i in 0..count {
+                    let offset = |i: usize| block.number(i * DIRENT + 8, 2) as usize;
+                    let end = if i + 1 < count { offset(i + 1) } else { block.0.len() };
+                    let name: Vec<u8> =
+                        block.0[offset(i)..end].iter().copied().take_while(|b| *b != 0).collect();
+                    names.push((name, block.number(i * DIRENT, 8), block.0[i * DIRENT + 10]));
+                }
+            }
+            names
+        }
+
+        fn find(&self, path: &str) -> Found {
+            let nid = path.split('/').fold(self.root(), |nid, part| {
+                let names = self.list(nid);
+                names.iter().find(|(name, ..)| name == part.as_bytes()).unwrap().1
+            });
+            self.inode(nid)
+        }
+    }
+
+    fn file(bytes: Vec<u8>) -> Inode {
+        Inode::new(Kind::File(Data::Bytes(bytes)), 0o640, 1_700_000_000)
+    }
+
+    fn volume(tree: &Tree) -> Volume {
+        let mut bytes = Vec::new();
+        write(tree, 9, [0; 16], &mut bytes).unwrap();
+        Volume(bytes)
+    }
+
+    fn pattern(len: usize) -> Vec<u8> {
+        (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
+    }
+
+    #[test]
+    fn files_of_all_sizes_are_read_back() {
+        let sizes = [0, 1, 100, 4031, 4032, 4033, 4095, 4096, 4097, 8192, 100_000];
+        let mut tree = Tree::new(9);
+        for size in sizes {
+            tree.insert(format!("f{size}").as_bytes(), file(pattern(size))).unwrap();
+        }
+        let volume = volume(&tree);
+        for size in sizes {
+            let found = volume.find(&format!("f{size}"));
+            assert_eq!(found.data, pattern(size), "{size}");
+            assert_eq!((found.mode, found.mtime), (0o100_640, 1_700_000_000));
+            // Only what fits behind its inode in one block is inlined.
+            assert_eq!(found.format >> 1 == FLAT_INLINE, (1..=4032).contains(&size), "{size}");
+        }
+    }
+
+    #[test]
+    fn large_folders_are_sorted_over_blocks() {
+        let mut tree = Tree::new(9);
+        // Before and behind `.` and `..`.
+        for name in ["+", "-", "a", "\u{e9}"] {
+            tree.insert(format!("d/{name}").as_bytes(), file(vec![1])).unwrap();
+        }
+        for i in 0..1000 {
+            tree.insert(format!("d/a file with number {i:04}").as_bytes(), file(vec![])).unwrap();
+        }
+        let volume = volume(&tree);
+        let folder = volume.find("d");
+        let names = volume.list(volume.list(volume.root()).pop().unwrap().1);
+        assert_eq!(names.len(), 1006);
+        assert!(names.is_sorted());
+        assert!(folder.size > 4096 * 8);
+        assert_eq!(folder.links, 2);
+        let kind = |name: &[u8]| names.iter().find(|(n, ..)| n == name).unwrap().2;
+        assert_eq!((kind(b"."), kind(b".."), kind(b"a")), (2, 2, 1));
+        assert_eq!(volume.find("d/..").mode, 0o040_755);
+    }
+
+    #[test]
+    fn links_devices_owners_and_attributes_are_kept() {
+        let mut tree = Tree::new(9);
+        let mut owned = file(b"x".to_vec());
+        owned.uid = 70_000;
+        owned.xattrs.insert(b"trusted.overlay.opaque".to_vec(), b"y".to_vec());
+        tree.insert(b"a/owned", owned).unwrap();
+        tree.insert(b"link", Inode::new(Kind::Symlink(b"a/owned".to_vec()), 0o777, 9)).unwrap();
+        tree.insert(b"gone", Inode::whiteout(9)).unwrap();
+        tree.insert(b"device", Inode::new(Kind::Char(0x123, 0x45678), 0o600, 9)).unwrap();
+        let volume = volume(&tree);
+        assert_eq!(volume.find("a/owned").uid, 70_000);
+        // Header, then: length of the name, prefix `trusted.`, length of the value.
+        let mut wanted = [0; 12].to_vec();
+        wanted.extend_from_slice(b"\x0e\x04\x01\x00overlay.opaquey\x00");
+        assert_eq!(volume.find("a/owned").xattrs, wanted);
+        assert_eq!(volume.find("link").data, b"a/owned");
+        assert_eq!((volume.find("gone").mode, volume.find("gone").union), (0o020_000, 0));
+        assert_eq!(volume.find("device").union, 0x78 | 0x123 << 8 | 0x456 << 20);
+        assert_eq!(volume.inode(volume.root()).links, 3);
+    }
+
+    #[test]
+    fn the_superblock_is_the_kernels() {
+        let volume = volume(&Tree::new(9));
+        let at = SUPER_OFFSET;
+        assert_eq!(volume.number(at, 4), u64::from(MAGIC));
+        assert_eq!(volume.number(at + 12, 1), 12);
+        assert_eq!(volume.number(at + 16, 8), 1, "inodes");
+        assert_eq!(volume.number(at + 24, 8), 9, "time");
+        assert_eq!(volume.number(at + 36, 4) as usize * BLOCK, volume.0.len());
+        assert_eq!(volume.number(at + 80, 4), 0, "no incompatible features");
+        let mut block = volume.0[at..BLOCK].to_vec();
+        block[4..8].fill(0);
+        assert_eq!(volume.number(at + 4, 4), u64::from(crc32c(&block)));
+        // The check value of CRC-32C, without the inversion at its end.
+        assert_eq!(!crc32c(b"123456789"), 0xE306_9283);
+    }
+
+    #[test]
+    fn the_order_of_insertion_leaves_no_trace() {
+        let entries = [("b/c", pattern(5000)), ("a", pattern(10)), ("b/a", pattern(70))];
+        let build = |order: &[usize]| {
+            let mut tree = Tree::new(9);
+            for i in order {
+                tree.insert(entries[*i].0.as_bytes(), file(entries[*i].1.clone())).unwrap();
+            }
+            volume(&tree).0
+        };
+        assert_eq!(build(&[0, 1, 2]), build(&[2, 1, 0]));
+    }
+
+    #[test]
+    fn names_that_the_format_cannot_hold_are_errors() {
+        let mut tree = Tree::new(9);
+        tree.insert(&[b'x'; 256], file(vec![])).unwrap();
+        assert!(write(&tree, 9, [0; 16], &mut Vec::new()).is_err());
+        let mut tree = Tree::new(9);
+        let mut inode = file(vec![]);
+        inode.xattrs.insert(b"system.unknown".to_vec(), vec![]);
+        tree.insert(b"x", inode).unwrap();
+        assert!(write(&tree, 9, [0; 16], &mut Vec::new()).is_err());
+    }
 }

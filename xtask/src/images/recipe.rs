@@ -228,3 +228,113 @@ fn glob(pattern: &[u8], text: &[u8]) -> bool {
         _ => false,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn recipe(text: &str) -> Result<RecipeFile> {
+        Ok(toml::from_str(text)?)
+    }
+
+    #[test]
+    fn the_recipes_of_the_repository_are_in_order() {
+        let folder = crate::paths::root().join("rootfs");
+        for name in super::super::IMAGES {
+            let recipe = Recipe::load(&folder, name).unwrap();
+            assert_eq!(recipe.name, name);
+            assert!(recipe.users.iter().any(|user| user.id == 1000));
+            for spec in &recipe.folders {
+                mode(&spec.mode).unwrap();
+            }
+            // Each wanted package is pinned.
+            for package in &recipe.packages {
+                let pin = format!("{package}=");
+                assert!(recipe.lock.iter().any(|line| line.starts_with(&pin)), "{package}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_lies_below_has_the_same_versions() {
+        let folder = crate::paths::root().join("rootfs");
+        let dev = Recipe::load(&folder, "dev").unwrap();
+        for line in Recipe::load(&folder, "base").unwrap().lock {
+            assert!(dev.lock.contains(&line), "dev.lock lacks {line}");
+        }
+    }
+
+    #[test]
+    fn unknown_keys_are_refused() {
+        for text in [
+            "name = 'x'\npackage = []",
+            "name = 'x'\n[[folders]]\npath = '/a'\nuid = 3",
+            "name = 'x'\n[[users]]\nname = 'u'\nid = 1\nhome = '/'\nshell = '/bin/sh'\nsudo = true",
+        ] {
+            assert!(recipe(text).unwrap_err().to_string().contains("unknown field"), "{text}");
+        }
+    }
+
+    #[test]
+    fn higher_recipes_add_and_override() {
+        let low = "name = 'low'\nsuite = 's'\nepoch = 5\npackages = ['b']\nexclude = ['x']
+            workdir = '/low'\n[env]\nA = '1'\nB = '2'";
+        let high = "name = 'high'\nfrom = 'low'\npackages = ['a', 'b']\nexclude = ['y']
+            [env]\nB = '3'";
+        let merged = merge(&[recipe(low).unwrap(), recipe(high).unwrap()]).unwrap();
+        assert_eq!((merged.name.as_str(), merged.suite.as_str(), merged.epoch), ("high", "s", 5));
+        assert_eq!(merged.parents, ["low"]);
+        assert_eq!(merged.packages, ["a", "b"]);
+        assert_eq!(merged.exclude, ["x", "y"]);
+        assert_eq!(merged.workdir.as_deref(), Some("/low"));
+        assert_eq!(
+            merged.env,
+            BTreeMap::from([("A", "1"), ("B", "3")].map(|(k, v)| (k.into(), v.into())))
+        );
+        assert!(merge(&[recipe("name = 'x'").unwrap()]).is_err(), "no suite");
+    }
+
+    #[test]
+    fn circles_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("a.toml"), "name = 'a'\nfrom = 'b'").unwrap();
+        fs::write(folder.path().join("b.toml"), "name = 'b'\nfrom = 'a'").unwrap();
+        let error = Recipe::load(folder.path(), "a").unwrap_err();
+        assert!(error.to_string().contains("builds on itself"), "{error}");
+    }
+
+    #[test]
+    fn lock_files_are_read_back() {
+        let packages = vec!["a=1:2.0-1+b3~x".to_owned(), "lib-c++6=1".to_owned()];
+        assert_eq!(parse_lock(&format_lock("x", &packages)).unwrap(), packages);
+        for text in ["a", "a=", "=1", "a=1 b=2", "a=1\nPin: origin evil"] {
+            assert!(parse_lock(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn patterns_match_part_by_part_and_all_below() {
+        for (pattern, path, wanted) in [
+            ("usr/share/man", "usr/share/man", true),
+            ("usr/share/man", "usr/share/man/man1/ls.1", true),
+            ("usr/share/man", "usr/share/mango", false),
+            ("usr/share/man", "usr/share", false),
+            ("dev/*", "dev/null", true),
+            ("dev/*", "dev", false),
+            ("etc/*-", "etc/passwd-", true),
+            ("etc/*-", "etc/passwd", false),
+            ("usr/bin/*lto-dump*", "usr/bin/x86_64-linux-gnu-lto-dump-12", true),
+            ("a*b*c", "aXbYc", true),
+            ("a*b*c", "aXbY", false),
+        ] {
+            assert_eq!(matches(pattern, path.as_bytes()), wanted, "{pattern} {path}");
+        }
+    }
+
+    #[test]
+    fn modes_are_octal() {
+        assert_eq!(mode("1777").unwrap(), 0o1777);
+        assert!(mode("999").is_err());
+        assert!(mode("17777").is_err());
+    }
+}

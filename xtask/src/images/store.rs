@@ -120,3 +120,41 @@ fn temporary(path: &Path) -> std::path::PathBuf {
     name.push(format!(".{}", std::process::id()));
     path.with_file_name(name)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_appear_whole_read_only_and_with_their_digest() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x");
+        let (sha256, size) = create(&path, |out| Ok(out.write_all(b"abc")?)).unwrap();
+        assert_eq!(sha256, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        assert_eq!((sha256.clone(), size), digest_file(&path).unwrap());
+        assert_eq!(sha256, digest(b"abc"));
+        assert!(fs::metadata(&path).unwrap().permissions().readonly());
+        let failed = create(&path, |out| {
+            out.write_all(b"half")?;
+            anyhow::bail!("stop")
+        });
+        assert!(failed.is_err());
+        assert_eq!(fs::read(&path).unwrap(), b"abc");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing half-made is left");
+    }
+
+    #[test]
+    fn placing_and_pointing_twice_leaves_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let (from, to, link) =
+            (folder.path().join("from"), folder.path().join("to"), folder.path().join("link"));
+        put(&from, b"abc").unwrap();
+        for target in ["to", "to", "from"] {
+            place(&from, &to).unwrap();
+            point(&link, Path::new(target)).unwrap();
+            assert_eq!(fs::read_link(&link).unwrap(), Path::new(target));
+        }
+        assert_eq!(fs::read(&to).unwrap(), b"abc");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
+    }
+}

@@ -437,3 +437,146 @@ fn clean(path: &[u8]) -> Result<Vec<u8>> {
 fn show(path: &[u8]) -> String {
     format!("/{}", String::from_utf8_lossy(path))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(text: &str) -> Inode {
+        Inode::new(Kind::File(Data::Bytes(text.into())), 0o644, 7)
+    }
+
+    fn dir() -> Inode {
+        Inode::new(Kind::Dir, 0o755, 7)
+    }
+
+    fn tree(entries: &[(&str, Inode)]) -> Tree {
+        let mut tree = Tree::new(7);
+        for (path, inode) in entries {
+            tree.insert(path.as_bytes(), inode.clone()).unwrap();
+        }
+        tree
+    }
+
+    fn names(tree: &Tree) -> Vec<String> {
+        tree.paths().keys().map(|path| String::from_utf8_lossy(path).into_owned()).collect()
+    }
+
+    fn is_whiteout(tree: &Tree, path: &str) -> bool {
+        matches!(tree.get(path.as_bytes()).unwrap().kind, Kind::Char(0, 0))
+    }
+
+    #[test]
+    fn a_layer_holds_what_is_new_or_differs_and_the_folders_above() {
+        let lower = tree(&[("etc/same", file("a")), ("etc/changed", file("a")), ("usr", dir())]);
+        let upper = tree(&[
+            ("etc/same", file("a")),
+            ("etc/changed", file("b")),
+            ("usr", dir()),
+            ("var/lib/new", file("c")),
+        ]);
+        let layer = upper.diff(&lower, 7).unwrap();
+        assert_eq!(names(&layer), ["", "etc", "etc/changed", "var", "var/lib", "var/lib/new"]);
+    }
+
+    #[test]
+    fn owner_mode_time_and_attributes_are_differences() {
+        let lower = tree(&[("a", file("x"))]);
+        for change in [
+            |i: &mut Inode| i.uid = 1,
+            |i: &mut Inode| i.mode = 0o600,
+            |i: &mut Inode| i.mtime = 6,
+            |i: &mut Inode| drop(i.xattrs.insert(b"user.x".to_vec(), b"y".to_vec())),
+        ] {
+            let mut inode = file("x");
+            change(&mut inode);
+            let layer = tree(&[("a", inode)]).diff(&lower, 7).unwrap();
+            assert_eq!(names(&layer), ["", "a"]);
+        }
+        let mut folder = dir();
+        folder.mtime = 3;
+        let layer = tree(&[("d", folder)]).diff(&tree(&[("d", dir())]), 7).unwrap();
+        assert_eq!(names(&layer), [""], "the time of a folder is no difference");
+    }
+
+    #[test]
+    fn what_is_gone_becomes_one_whiteout() {
+        let lower = tree(&[("a/b/c", file("1")), ("a/b/d", file("2")), ("a/keep", file("3"))]);
+        let layer = tree(&[("a/keep", file("3"))]).diff(&lower, 7).unwrap();
+        assert_eq!(names(&layer), ["", "a", "a/b"]);
+        assert!(is_whiteout(&layer, "a/b"));
+    }
+
+    #[test]
+    fn files_and_folders_may_change_places() {
+        let lower = tree(&[("a/b", file("1")), ("c", file("2"))]);
+        let upper = tree(&[("a", file("now a file")), ("c/d", file("now in a folder"))]);
+        let layer = upper.diff(&lower, 7).unwrap();
+        // Above a file of a lower layer a folder is alone, so nothing has to be hidden.
+        assert_eq!(names(&layer), ["", "a", "c", "c/d"]);
+        assert!(!is_whiteout(&layer, "a"));
+    }
+
+    #[test]
+    fn all_links_of_a_changed_file_come_along() {
+        let link = |text: &str| {
+            let mut tree = tree(&[("one", file(text))]);
+            let index = tree.paths[b"one".as_slice()];
+            tree.paths.insert(b"two".to_vec(), index);
+            tree
+        };
+        let layer = link("new").diff(&link("old"), 7).unwrap();
+        assert_eq!(names(&layer), ["", "one", "two"]);
+        assert_eq!(layer.paths[b"one".as_slice()], layer.paths[b"two".as_slice()]);
+        assert_eq!(names(&link("x").diff(&link("x"), 7).unwrap()), [""]);
+    }
+
+    #[test]
+    fn a_tar_is_read_with_links_times_and_attributes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.tar");
+        let mut tar = tar::Builder::new(File::create(&path).unwrap());
+        let header = |kind, size, mtime| {
+            let mut header = tar::Header::new_gnu();
+            header.set_entry_type(kind);
+            header.set_size(size);
+            header.set_mtime(mtime);
+            header.set_mode(0o4755);
+            header.set_uid(1000);
+            header.set_gid(50);
+            header
+        };
+        tar.append_data(&mut header(tar::EntryType::Directory, 0, 5), "./d/", &b""[..]).unwrap();
+        tar.append_pax_extensions([("SCHILY.xattr.security.capability", &b"\x01\x00"[..])])
+            .unwrap();
+        tar.append_data(&mut header(tar::EntryType::Regular, 3, 99), "./d/f", &b"abc"[..]).unwrap();
+        tar.append_link(&mut header(tar::EntryType::Link, 0, 5), "./d/g", "./d/f").unwrap();
+        tar.append_link(&mut header(tar::EntryType::Symlink, 0, 5), "./s", "d/../../f").unwrap();
+        tar.finish().unwrap();
+
+        let tree = Tree::from_tar(&path, 50).unwrap();
+        assert_eq!(names(&tree), ["", "d", "d/f", "d/g", "s"]);
+        let f = tree.get(b"d/f").unwrap();
+        assert_eq!((f.mode, f.uid, f.gid, f.mtime), (0o4755, 1000, 50, 50));
+        assert_eq!(f.xattrs[b"security.capability".as_slice()], b"\x01\x00");
+        assert_eq!(tree.file("d/g").unwrap().unwrap(), b"abc");
+        assert_eq!(tree.links()[&tree.paths[b"d/g".as_slice()]], 2);
+        assert_eq!(tree.links()[&tree.root()], 3);
+        assert!(matches!(&tree.get(b"s").unwrap().kind, Kind::Symlink(t) if t == b"d/../../f"));
+    }
+
+    #[test]
+    fn names_that_lead_out_are_refused() {
+        assert_eq!(clean(b"./a//b/./c/").unwrap(), b"a/b/c");
+        assert!(clean(b"a/../b").is_err());
+        let under_a_file = tree(&[("a", file("x"))]).insert(b"a/b", file("y"));
+        assert!(under_a_file.unwrap_err().to_string().contains("not a folder"));
+    }
+
+    #[test]
+    fn leaving_out_a_folder_leaves_out_all_below() {
+        let mut tree = tree(&[("a/b/c", file("1")), ("ab", file("2"))]);
+        tree.retain(|path, _| path != b"a");
+        assert_eq!(names(&tree), ["", "ab"]);
+    }
+}
