@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 use super::abi::ROOT_ID;
 
-/// Most nodes at a time; each holds one descriptor.
+/// Most nodes at a time; each holds one descriptor. See [`super::Server::new`] for the limit that binds.
 pub(super) const MAX_NODES: usize = 65_536;
 
 /// One file that the guest knows.
@@ -58,11 +58,18 @@ struct Identity {
     share: usize,
     device: (u32, u32),
     inode: u64,
+    /// Part of it because no node may change its type, whatever numbers a file system uses again.
+    kind: u32,
 }
 
 impl Identity {
     fn new(share: usize, stat: &Statx) -> Self {
-        Self { share, device: (stat.stx_dev_major, stat.stx_dev_minor), inode: stat.stx_ino }
+        Self {
+            share,
+            device: (stat.stx_dev_major, stat.stx_dev_minor),
+            inode: stat.stx_ino,
+            kind: kind_of(stat).as_raw_mode(),
+        }
     }
 }
 
@@ -124,7 +131,16 @@ impl Nodes {
         stat: &Statx,
     ) -> Result<u64, Errno> {
         let id = match self.by_identity.get(&Identity::new(share, stat)) {
-            Some(id) => *id,
+            Some(id) => {
+                let id = *id;
+                let node = self.get_mut(id)?;
+                // On a local file system these are one inode. Over 9p a number is used again while the
+                // guest has not yet forgotten the file before: then the new descriptor is the good one.
+                if !node.pinned {
+                    node.fd = fd;
+                }
+                id
+            }
             None => {
                 self.check_room()?;
                 self.insert(share, fd, stat, false)?

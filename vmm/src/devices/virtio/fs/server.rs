@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{FileType, Mode, OFlags, openat};
 use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 use vm_memory::VolatileSlice;
 
 use super::abi::{
@@ -98,13 +99,21 @@ impl Server {
     /// A server for `shares`. `proc_fd` is an `O_PATH` descriptor of `/proc`, through which the server
     /// opens for data what it holds as a path.
     ///
+    /// The guest may hold seven eighths of the descriptors that the process may have now (its soft limit),
+    /// three of four as nodes.
+    ///
     /// The process's umask is set to 0: the guest applies its own, and this process makes no other
     /// files.
     ///
     /// # Errors
     /// A bad name or root of a share.
     pub fn new(shares: Vec<Share>, proc_fd: OwnedFd) -> Result<Self, FsError> {
-        Self::with_limits(shares, proc_fd, MAX_NODES, MAX_HANDLES)
+        // The other devices must still get descriptors when the guest has taken all that it can.
+        let all = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let own = usize::try_from(all / 8).unwrap_or(usize::MAX / 8) * 7;
+        let most_handles = (own / 4).min(MAX_HANDLES);
+        let most_nodes = (own - own / 4).min(MAX_NODES);
+        Self::with_limits(shares, proc_fd, most_nodes, most_handles)
     }
 
     /// As [`Self::new`], with other sizes of the tables.
@@ -212,6 +221,8 @@ impl Server {
                 (0, output.body.len().max(output.direct))
             }
             Ok(()) => (Errno::INVAL.raw_os_error(), 0),
+            // The limit of this process is not the guest program's.
+            Err(Errno::MFILE) => (Errno::NFILE.raw_os_error(), 0),
             Err(error) => {
                 if matches!(error, Errno::NOSPC | Errno::DQUOT) {
                     self.note_limit();
