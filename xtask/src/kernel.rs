@@ -22,6 +22,9 @@ mod source;
 /// Part of the cache key: raise it when this file builds the same inputs into other bytes.
 const RECIPE: &str = "1";
 
+/// Begins the name of the folder a build works in, inside the cache.
+const WORK_PREFIX: &str = "building-";
+
 /// Options.
 #[derive(clap::Args)]
 pub(crate) struct Args {}
@@ -80,6 +83,14 @@ pub(crate) fn ensure() -> Result<(PathBuf, Manifest)> {
     let lock = fs::File::create(&lock_path)
         .with_context(|| format!("cannot create {}", lock_path.display()))?;
     lock.lock().with_context(|| format!("cannot lock {}", lock_path.display()))?;
+
+    // Under the lock, what is there is of a build that was killed.
+    for file in fs::read_dir(&cache)?.filter_map(std::io::Result::ok) {
+        if file.file_name().to_string_lossy().starts_with(WORK_PREFIX) {
+            fs::remove_dir_all(file.path())
+                .with_context(|| format!("cannot remove {}", file.path().display()))?;
+        }
+    }
 
     let manifest = match cached(&entry) {
         Some(manifest) => manifest,
@@ -155,7 +166,7 @@ fn build(
     );
     let deb = source::fetch(cache, package)?;
     let work = tempfile::Builder::new()
-        .prefix("build-")
+        .prefix(WORK_PREFIX)
         .tempdir_in(cache)
         .with_context(|| format!("cannot create a folder in {}", cache.display()))?;
     let tree = source::unpack(&deb, work.path())?;
