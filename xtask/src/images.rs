@@ -43,9 +43,10 @@ pub(crate) struct Args {
     /// Take the newest packages and write their versions to `rootfs/*.lock`
     #[arg(long)]
     update: bool,
-    /// Fail when the archive no longer has the versions in `rootfs/*.lock`
+    /// The same bytes everywhere, as for a release: fails when the archive no longer has the versions
+    /// in `rootfs/*.lock`, and builds the agent apart, without the paths of this machine in it
     #[arg(long, conflicts_with = "update")]
-    locked: bool,
+    pub(crate) locked: bool,
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
@@ -54,7 +55,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         bail!("there is no image {name:?}; there are agent, {}", IMAGES.join(", "));
     }
     if only.is_none_or(|name| name == "agent") {
-        boot::build()?;
+        boot::build(args.locked)?;
     }
     let cache = paths::cache()?.join("images");
     store::folder(&cache)?;

@@ -1,6 +1,8 @@
 //! The boot volume: the guest agent and the empty folders that it mounts things on.
 
-use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::{env, fs};
 
 use anyhow::{Context, Result};
 use casulo_protocol::agent;
@@ -24,11 +26,8 @@ struct AgentJson {
 }
 
 /// Builds the agent and installs the boot volume.
-pub(super) fn build() -> Result<()> {
-    let mut cargo = std::process::Command::new("cargo");
-    cargo.args(["build", "--quiet", "--release", "--package", "casulo-agent"]);
-    sh::run(cargo.current_dir(paths::root())).context("the guest agent does not build")?;
-    let path = paths::binaries().join("casulo-agent");
+pub(super) fn build(reproducible: bool) -> Result<()> {
+    let path = if reproducible { agent_without_paths()? } else { agent_as_usual()? };
     let binary = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let mut volume = Vec::new();
     erofs::write(&tree(binary)?, 0, [0; 16], &mut volume)?;
@@ -51,6 +50,36 @@ pub(super) fn build() -> Result<()> {
     let mut text = serde_json::to_vec_pretty(&json)?;
     text.push(b'\n');
     store::put(&folder.join("agent.json"), &text)
+}
+
+fn cargo() -> Command {
+    let mut cargo = Command::new("cargo");
+    cargo.args(["build", "--quiet", "--release", "--package", "casulo-agent"]);
+    cargo.current_dir(paths::root());
+    cargo
+}
+
+fn agent_as_usual() -> Result<PathBuf> {
+    sh::run(&mut cargo()).context("the guest agent does not build")?;
+    Ok(paths::binaries().join("casulo-agent"))
+}
+
+/// Panic messages name source files below the user's folders. To rename these takes other flags
+/// than the rest of the workspace has, and so a target folder of its own.
+fn agent_without_paths() -> Result<PathBuf> {
+    let home = env::var_os("CARGO_HOME")
+        .map(PathBuf::from)
+        .or_else(|| env::var_os("HOME").map(|home| PathBuf::from(home).join(".cargo")));
+    let mut flags = "-Ctarget-feature=+crt-static".to_owned();
+    for (from, to) in [(home.context("HOME is not set")?, "/cargo"), (paths::root(), "/casulo")] {
+        let from = from.to_str().context("the path of the sources is not UTF-8")?;
+        flags.push_str(&format!("\x1f--remap-path-prefix={from}={to}"));
+    }
+    let target = paths::root().join("target/reproducible");
+    let mut cargo = cargo();
+    cargo.arg("--locked").arg("--target-dir").arg(&target).env("CARGO_ENCODED_RUSTFLAGS", flags);
+    sh::run(&mut cargo).context("the guest agent does not build")?;
+    Ok(target.join("x86_64-unknown-linux-gnu/release/casulo-agent"))
 }
 
 fn tree(binary: Vec<u8>) -> Result<Tree> {
