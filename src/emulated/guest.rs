@@ -48,10 +48,10 @@ pub fn init() -> ! {
 
 fn report(message: &str) {
     for console in ["/dev/ttyS0", "/dev/console"] {
-        if let Ok(mut file) = OpenOptions::new().write(true).open(console) {
-            if writeln!(file, "{message}").is_ok() {
-                return;
-            }
+        if let Ok(mut file) = OpenOptions::new().write(true).open(console)
+            && writeln!(file, "{message}").is_ok()
+        {
+            return;
         }
     }
 }

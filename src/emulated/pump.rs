@@ -256,9 +256,8 @@ fn carry_input(port: File, input: File) {
     let mut input = Some(input);
     frames(port, |frame| match frame {
         Frame::Data(Channel::Stdin, bytes) => {
-            if input.as_mut().is_some_and(|file| file.write_all(&bytes).is_err()) {
-                input = None;
-            }
+            // `take_if` closes the pipe of a job that does not read it any more.
+            input.take_if(|file| file.write_all(&bytes).is_err());
         }
         Frame::End(Channel::Stdin) => input = None,
         _ => {}

@@ -47,7 +47,6 @@ struct Inherited {
 pub(super) fn find() -> Result<PathBuf, EmulatedError> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
-        .chain(["/usr/bin".into(), "/usr/local/bin".into()])
         .map(|dir| dir.join(PROGRAM))
         .find(|file| file.is_file())
         .ok_or(EmulatedError::NoQemu)
