@@ -12,17 +12,17 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// An ordinary user of the test machine (`nobody` on Debian).
-pub const USER: u32 = 65534;
+pub(crate) const USER: u32 = 65534;
 
 /// Longest wait for something that must happen; a bound against hanging, not a measurement.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
-pub fn casulo_path() -> PathBuf {
+pub(crate) fn casulo_path() -> PathBuf {
     PathBuf::from(env!("CARGO_BIN_EXE_casulo"))
 }
 
 /// `CASULO_HOME` of these tests: the caller's, else the default of the machine.
-pub fn home() -> PathBuf {
+pub(crate) fn home() -> PathBuf {
     if let Some(home) = std::env::var_os("CASULO_HOME") {
         return home.into();
     }
@@ -33,14 +33,14 @@ pub fn home() -> PathBuf {
 }
 
 /// `casulo` with `args`, without input.
-pub fn casulo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
+pub(crate) fn casulo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(casulo_path());
     command.args(args).env("CASULO_HOME", home()).stdin(Stdio::null());
     command
 }
 
 /// `casulo run --host native` with `args`.
-pub fn run<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
+pub(crate) fn run<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = casulo(["run", "--host", "native"]);
     command.args(args);
     command
@@ -48,13 +48,13 @@ pub fn run<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
 
 /// Runs to the end.
 #[track_caller]
-pub fn output(mut command: Command) -> Output {
+pub(crate) fn output(mut command: Command) -> Output {
     command.output().unwrap()
 }
 
 /// Runs with `input` on standard input.
 #[track_caller]
-pub fn output_with_input(mut command: Command, input: &[u8]) -> Output {
+pub(crate) fn output_with_input(mut command: Command, input: &[u8]) -> Output {
     let mut child = command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -70,7 +70,7 @@ pub fn output_with_input(mut command: Command, input: &[u8]) -> Output {
 }
 
 #[track_caller]
-pub fn assert_output(output: &Output, status: i32, stdout: &str, stderr: &str) {
+pub(crate) fn assert_output(output: &Output, status: i32, stdout: &str, stderr: &str) {
     assert_eq!(
         (
             output.status.code(),
@@ -83,7 +83,7 @@ pub fn assert_output(output: &Output, status: i32, stdout: &str, stderr: &str) {
 
 /// The output of a failed start: exit 125, nothing on stdout, every word of `wanted` on stderr.
 #[track_caller]
-pub fn assert_refused(output: &Output, wanted: &[&str]) {
+pub(crate) fn assert_refused(output: &Output, wanted: &[&str]) {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(125), "{stderr}");
     assert!(output.stdout.is_empty());
@@ -93,12 +93,12 @@ pub fn assert_refused(output: &Output, wanted: &[&str]) {
 }
 
 /// A temporary folder.
-pub fn folder() -> tempfile::TempDir {
+pub(crate) fn folder() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
 /// A folder of its own for a test that ordinary users must reach.
-pub fn open_folder() -> tempfile::TempDir {
+pub(crate) fn open_folder() -> tempfile::TempDir {
     let folder = folder();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
     folder
@@ -107,7 +107,7 @@ pub fn open_folder() -> tempfile::TempDir {
 /// What a test compares before and after: processes of Casulo, mounts, cgroups, UNIX sockets with
 /// names, and files in the places for temporary ones.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Leftovers {
+pub(crate) struct Leftovers {
     processes: BTreeSet<String>,
     mounts: BTreeSet<String>,
     cgroups: BTreeSet<PathBuf>,
@@ -126,7 +126,7 @@ fn walk(root: &Path, depth: u32, into: &mut BTreeSet<PathBuf>) {
 }
 
 impl Leftovers {
-    pub fn now() -> Self {
+    pub(crate) fn now() -> Self {
         let processes = fs::read_dir("/proc")
             .unwrap()
             .flatten()
@@ -168,7 +168,7 @@ impl Leftovers {
 
     /// Waits until the machine is as it was.
     #[track_caller]
-    pub fn assert_unchanged(&self) {
+    pub(crate) fn assert_unchanged(&self) {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let now = Self::now();
@@ -193,7 +193,7 @@ fn walk_folders(root: &Path, into: &mut BTreeSet<PathBuf>) {
 }
 
 /// The `casulo-vmm` children of a process.
-pub fn vmm_of(parent: u32) -> Vec<u32> {
+pub(crate) fn vmm_of(parent: u32) -> Vec<u32> {
     fs::read_dir("/proc")
         .unwrap()
         .flatten()
@@ -209,7 +209,7 @@ pub fn vmm_of(parent: u32) -> Vec<u32> {
 
 /// Waits until `ready` gives something.
 #[track_caller]
-pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
+pub(crate) fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + PATIENCE;
     loop {
         if let Some(value) = ready() {
@@ -222,12 +222,12 @@ pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
 
 /// Waits for the end of a child.
 #[track_caller]
-pub fn wait(child: &mut Child) -> std::process::ExitStatus {
+pub(crate) fn wait(child: &mut Child) -> std::process::ExitStatus {
     wait_for("the end of casulo", || child.try_wait().unwrap())
 }
 
 /// Binaries and `CASULO_HOME` where an ordinary user can reach them.
-pub struct ForUsers {
+pub(crate) struct ForUsers {
     folder: tempfile::TempDir,
 }
 
@@ -247,7 +247,10 @@ impl ForUsers {
 }
 
 /// `casulo` as an ordinary user who may use `/dev/kvm`, or may not.
-pub fn casulo_as_user<S: AsRef<OsStr>>(kvm: bool, args: impl IntoIterator<Item = S>) -> Command {
+pub(crate) fn casulo_as_user<S: AsRef<OsStr>>(
+    kvm: bool,
+    args: impl IntoIterator<Item = S>,
+) -> Command {
     static SETUP: OnceLock<ForUsers> = OnceLock::new();
     let folder = SETUP.get_or_init(ForUsers::new).folder.path();
     let mode = if kvm { 0o666 } else { 0o600 };
@@ -267,7 +270,7 @@ pub fn casulo_as_user<S: AsRef<OsStr>>(kvm: bool, args: impl IntoIterator<Item =
 }
 
 /// Bytes that do not repeat soon, the same for the same seed.
-pub fn pattern(length: usize, seed: u64) -> Vec<u8> {
+pub(crate) fn pattern(length: usize, seed: u64) -> Vec<u8> {
     let mut state = seed | 1;
     let mut bytes = Vec::with_capacity(length + 8);
     while bytes.len() < length {
@@ -283,7 +286,7 @@ pub fn pattern(length: usize, seed: u64) -> Vec<u8> {
 }
 
 /// SHA-256 in hex.
-pub fn sha256(bytes: &[u8]) -> String {
+pub(crate) fn sha256(bytes: &[u8]) -> String {
     use sha2::Digest;
     sha2::Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
