@@ -21,6 +21,8 @@ use casulo_protocol::vmm::CONTROL_FD;
 /// Most descriptors that the VMM may hold: the file server keeps one for each file the guest knows.
 const MAX_DESCRIPTORS: u64 = 65_536;
 
+const STDERR: i32 = 2;
+
 /// Why the jail could not be closed; the VM must not run then.
 #[derive(Debug, thiserror::Error)]
 pub enum JailError {
@@ -44,9 +46,9 @@ fn failed<E: Into<std::io::Error>>(what: &'static str) -> impl Fn(E) -> JailErro
     move |error| JailError::Call { what, error: error.into() }
 }
 
-/// Closes every descriptor above the control socket: an inherited one may be anything.
+/// Closes every descriptor above the standard ones and the control socket: it may be anything.
 pub fn close_inherited() -> Result<(), JailError> {
-    let first = libc::c_uint::try_from(CONTROL_FD + 1).unwrap_or(libc::c_uint::MAX);
+    let first = libc::c_uint::try_from(CONTROL_FD.max(STDERR) + 1).unwrap_or(libc::c_uint::MAX);
     // SAFETY: this is the start of the process; no object of it owns a descriptor in this range yet.
     let result = unsafe { libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, 0) };
     if result == 0 {
