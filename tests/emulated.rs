@@ -1,6 +1,8 @@
 //! Drives `casulo emulated-host` on this machine: bytes, statuses, signals, terminals, and what is
 //! left behind. Needs QEMU and the files of `cargo xtask emulated`, and starts a machine per test.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{Read, Write};

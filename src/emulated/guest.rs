@@ -156,7 +156,7 @@ fn root_file_system(exports: &[Export]) -> io::Result<()> {
     let root = Path::new(NEW_ROOT);
     let nothing = MountFlags::empty();
     let private = MountFlags::NOSUID | MountFlags::NODEV;
-    mount_9p("root", root, false)?;
+    mount_9p("root", root, false, Cache::Loose)?;
     mount("proc", &root.join("proc"), "proc", nothing, "")?;
     mount("sysfs", &root.join("sys"), "sysfs", nothing, "")?;
     mount("cgroup2", &root.join("sys/fs/cgroup"), "cgroup2", nothing, "")?;
@@ -186,7 +186,7 @@ fn root_file_system(exports: &[Export]) -> io::Result<()> {
         let target = root.join(path.strip_prefix("/").unwrap_or(&path));
         // Only where a file system of this machine hides the folder is there something to create.
         fs::create_dir_all(&target).context(|| format!("cannot mount on {}", path.display()))?;
-        mount_9p(&export.tag, &target, export.writable)?;
+        mount_9p(&export.tag, &target, export.writable, Cache::Through)?;
     }
 
     rustix::process::chdir(root)?;
@@ -196,11 +196,21 @@ fn root_file_system(exports: &[Export]) -> io::Result<()> {
     Ok(())
 }
 
-/// The read-only root is cached freely; what this machine writes goes through at once, so that the
-/// other side sees a file when the job has written it.
-fn mount_9p(tag: &str, target: &Path, writable: bool) -> io::Result<()> {
-    let (flags, cache) =
-        if writable { (MountFlags::empty(), "mmap") } else { (MountFlags::RDONLY, "loose") };
+/// How freely a 9p file system is cached.
+#[derive(Clone, Copy)]
+enum Cache {
+    /// As if nobody else changed it.
+    Loose,
+    /// What is read is what is there, and what is written is there at once.
+    Through,
+}
+
+fn mount_9p(tag: &str, target: &Path, writable: bool, cache: Cache) -> io::Result<()> {
+    let flags = if writable { MountFlags::empty() } else { MountFlags::RDONLY };
+    let cache = match cache {
+        Cache::Loose => "loose",
+        Cache::Through => "mmap",
+    };
     let data = format!("trans=virtio,version=9p2000.L,msize=512000,cache={cache}");
     mount(tag, target, "9p", flags, &data)
 }

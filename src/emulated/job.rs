@@ -57,8 +57,6 @@ pub(super) struct GuestJob {
 
 /// QEMU's PCI bus has 32 slots, some of which are taken.
 const MAX_EXPORTS: usize = 20;
-/// Where the emulated machine has file systems of its own.
-const HIDDEN: &[&str] = &["/run", "/dev", "/var/run"];
 
 impl GuestJob {
     pub(super) fn new(job: &Job, terminal: Option<(u16, u16)>) -> Result<Self, EmulatedError> {
@@ -104,10 +102,7 @@ fn exports(writable: &[PathBuf], readable: &[PathBuf]) -> Result<Vec<Export>, Em
         folders.push((folder(path)?, true));
     }
     for path in readable {
-        let folder = folder(path)?;
-        if HIDDEN.iter().any(|hidden| folder.starts_with(hidden)) {
-            folders.push((folder, false));
-        }
+        folders.push((folder(path)?, false));
     }
     // A writable one first among equals, so that it wins.
     folders.sort_by(|a, b| a.0.cmp(&b.0).then(b.1.cmp(&a.1)));
@@ -175,11 +170,15 @@ mod tests {
     }
 
     #[test]
-    fn only_hidden_folders_need_a_read_only_export() {
-        let found = exports(&[], &[PathBuf::from("/usr"), PathBuf::from("/dev/shm")]).unwrap();
-        assert_eq!(paths(&found), [(PathBuf::from("/dev/shm"), false)]);
-        let both = exports(&[PathBuf::from("/dev/shm")], &[PathBuf::from("/dev/shm")]).unwrap();
-        assert_eq!(paths(&both), [(PathBuf::from("/dev/shm"), true)]);
+    fn writable_wins_over_readable_and_covers_what_is_below() {
+        let (shm, usr) = (PathBuf::from("/dev/shm"), PathBuf::from("/usr"));
+        let both = exports(&[shm.clone()], &[shm.clone(), usr.clone()]).unwrap();
+        assert_eq!(paths(&both), [(shm, true), (usr.clone(), false)]);
+        // A writable folder below a readable one has an export of its own, mounted after it.
+        let nested = exports(&["/usr/lib".into()], &[usr.clone()]).unwrap();
+        assert_eq!(paths(&nested), [(usr.clone(), false), ("/usr/lib".into(), true)]);
+        let covered = exports(&[usr.clone()], &["/usr/lib".into()]).unwrap();
+        assert_eq!(paths(&covered), [(usr, true)]);
     }
 
     #[test]

