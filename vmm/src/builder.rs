@@ -330,13 +330,13 @@ impl Threads {
         Ok(Self { filters: Vec::new(), ready, reports, count: 0 })
     }
 
-    fn filter(&mut self, kind: Kind) -> Result<Arc<BpfProgram>, JailError> {
+    fn filter(&mut self, kind: Kind) -> Arc<BpfProgram> {
         if let Some((_, filter)) = self.filters.iter().find(|(known, _)| *known == kind) {
-            return Ok(filter.clone());
+            return filter.clone();
         }
-        let filter = Arc::new(jail::seccomp::filter(kind)?);
+        let filter = Arc::new(jail::seccomp::filter(kind));
         self.filters.push((kind, filter.clone()));
-        Ok(filter)
+        filter
     }
 
     /// Starts a thread that installs its filter, reports, and runs `body`.
@@ -346,7 +346,7 @@ impl Threads {
         kind: Kind,
         body: impl FnOnce() + Send + 'static,
     ) -> Result<(), BuildError> {
-        let filter = self.filter(kind)?;
+        let filter = self.filter(kind);
         let ready = self.ready.clone();
         let thread = move || {
             let result = jail::seccomp::install(&filter);
@@ -374,7 +374,7 @@ impl Threads {
             let gone = |_| BuildError::Thread(io::ErrorKind::BrokenPipe.into());
             self.reports.recv().map_err(gone)??;
         }
-        let filter = self.filter(Kind::Control)?;
+        let filter = self.filter(Kind::Control);
         Ok(jail::seccomp::install(&filter)?)
     }
 }

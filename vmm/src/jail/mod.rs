@@ -10,6 +10,7 @@
 //! 3. [`landlock::restrict`]: no file system but the share roots, no network, no signals to others.
 //! 4. One [`seccomp`] filter for each kind of thread, before the first `KVM_RUN`.
 
+pub mod filter;
 pub mod landlock;
 pub mod seccomp;
 

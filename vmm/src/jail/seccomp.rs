@@ -4,14 +4,10 @@
 //! beneath it (memory, locks, the end of a thread). No list has a way to start a program, to open a network
 //! socket, or, except the file server's, to open a file.
 
-use std::collections::BTreeMap;
-
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
-    SeccompRule, TargetArch,
-};
+use seccompiler::BpfProgram;
 
 use super::JailError;
+use super::filter::{Condition, Rule, compile};
 
 /// Kinds of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +27,7 @@ pub enum Kind {
 }
 
 /// `KVM_RUN`, `KVM_GET_REGS`: all that a vCPU thread asks of KVM.
-const VCPU_IOCTLS: [u64; 2] = [0xae80, 0x8090_ae81];
+const VCPU_IOCTLS: [u32; 2] = [0xae80, 0x8090_ae81];
 
 /// For every thread.
 const COMMON: &[i64] = &[
@@ -105,8 +101,8 @@ const FS: &[i64] = &[
 ];
 
 /// The filter for a kind of thread.
-pub fn filter(kind: Kind) -> Result<BpfProgram, JailError> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
+#[must_use]
+pub fn filter(kind: Kind) -> BpfProgram {
     let own: &[i64] = match kind {
         Kind::Control => CONTROL,
         Kind::Block => BLOCK,
@@ -115,49 +111,34 @@ pub fn filter(kind: Kind) -> Result<BpfProgram, JailError> {
         Kind::Vcpu | Kind::Rng => &[],
     };
     let events = if kind == Kind::Vcpu { &[] } else { EVENTS };
-    for call in COMMON.iter().chain(own).chain(events) {
-        rules.insert(*call, Vec::new());
-    }
+    let plain = COMMON.iter().chain(own).chain(events);
+    let plain = plain.map(|call| rule(*call, Condition::Always));
     // Memory is never executable.
-    let not_executable = || masked(2, libc::PROT_EXEC, 0);
-    rules.insert(libc::SYS_mmap, vec![not_executable()?]);
-    rules.insert(libc::SYS_mprotect, vec![not_executable()?]);
+    let executable = u32::try_from(libc::PROT_EXEC).unwrap_or(u32::MAX);
+    let data = || Condition::Argument { index: 2, mask: executable, values: vec![0] };
+    let mut checked = vec![rule(libc::SYS_mmap, data()), rule(libc::SYS_mprotect, data())];
+    let one_of = |index, values: &[u32]| Condition::Argument {
+        index,
+        mask: u32::MAX,
+        values: values.into(),
+    };
     match kind {
-        Kind::Vcpu => {
-            let allowed = VCPU_IOCTLS.map(|request| equal(1, request));
-            rules.insert(libc::SYS_ioctl, allowed.into_iter().collect::<Result<_, _>>()?);
-        }
+        Kind::Vcpu => checked.push(rule(libc::SYS_ioctl, one_of(1, &VCPU_IOCTLS))),
         Kind::Vsock => {
-            let local = u64::try_from(libc::AF_UNIX).unwrap_or(u64::MAX);
-            rules.insert(libc::SYS_socketpair, vec![equal(0, local)?]);
+            let local = u32::try_from(libc::AF_UNIX).unwrap_or(u32::MAX);
+            checked.push(rule(libc::SYS_socketpair, one_of(0, &[local])));
         }
         _ => {}
     }
-    let filter = SeccompFilter::new(
-        rules,
-        SeccompAction::KillProcess,
-        SeccompAction::Allow,
-        TargetArch::x86_64,
-    )
-    .map_err(seccompiler::Error::Backend)?;
-    Ok(BpfProgram::try_from(filter).map_err(seccompiler::Error::Backend)?)
+    compile(plain.chain(checked))
+}
+
+fn rule(call: i64, condition: Condition) -> Rule {
+    // Every number of a call fits; one that did not would match none.
+    (u32::try_from(call).unwrap_or(u32::MAX), condition)
 }
 
 /// Installs a filter for the calling thread.
 pub fn install(filter: &BpfProgram) -> Result<(), JailError> {
     Ok(seccompiler::apply_filter(filter)?)
-}
-
-fn rule(argument: u8, operator: SeccompCmpOp, value: u64) -> Result<SeccompRule, JailError> {
-    SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)
-        .and_then(|condition| SeccompRule::new(vec![condition]))
-        .map_err(|error| JailError::Seccomp(seccompiler::Error::Backend(error)))
-}
-
-fn equal(argument: u8, value: u64) -> Result<SeccompRule, JailError> {
-    rule(argument, SeccompCmpOp::Eq, value)
-}
-
-fn masked(argument: u8, mask: libc::c_int, value: u64) -> Result<SeccompRule, JailError> {
-    rule(argument, SeccompCmpOp::MaskedEq(u64::try_from(mask).unwrap_or(u64::MAX)), value)
 }

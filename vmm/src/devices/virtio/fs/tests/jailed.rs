@@ -96,7 +96,7 @@ fn the_filters_let_through_what_the_server_needs() {
                 .collect();
             rustix::thread::set_no_new_privs(true).unwrap();
             restrict(&roots).unwrap();
-            install(&filter(Kind::Fs).unwrap()).unwrap();
+            install(&filter(Kind::Fs)).unwrap();
             everything(&mut world);
         });
     });
