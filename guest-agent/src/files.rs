@@ -163,7 +163,7 @@ fn open(options: &mut OpenOptions, path: &Path) -> Result<(File, Metadata), File
     // /proc/self here would be the agent, and a thread of a process may do to it what the user may
     // not do to other processes.
     let kind = rustix::fs::fstatfs(file.as_fd()).map_err(|e| failed("open", path)(e.into()))?;
-    if i64::try_from(kind.f_type) == Ok(i64::from(libc::PROC_SUPER_MAGIC)) {
+    if kind.f_type == libc::PROC_SUPER_MAGIC {
         return Err(FileError::Kernel(path.display().to_string()));
     }
     Ok((file, metadata))
@@ -231,7 +231,7 @@ fn list(path: &Path, recursive: bool, limit: u64) -> Result<FileList, FileError>
         for entry in entries {
             let Ok(entry) = entry else { break };
             visited = visited.saturating_add(1);
-            if visited > MAX_VISITED || (visited % 256 == 0 && Instant::now() > deadline) {
+            if visited > MAX_VISITED || (visited.is_multiple_of(256) && Instant::now() > deadline) {
                 truncated = true;
                 folders.clear();
                 break;

@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use rustix::process::{Pid, WaitId, WaitIdOptions, WaitIdStatus};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus};
 use tokio::sync::Notify;
 
 use crate::exec::fd::Fd;
@@ -122,6 +122,11 @@ impl Own {
                 return Ok(*self.status.get_or_init(|| wait_status(&status)));
             }
         }
+    }
+
+    /// Kills it; nothing happens if it has ended.
+    pub fn kill(&self) {
+        let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
     }
 
     fn forget(&self) {

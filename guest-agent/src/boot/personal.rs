@@ -86,7 +86,7 @@ fn set_name(name: &str) -> Result<(), BootError> {
 /// is at its limit.
 fn workload_memory() -> u64 {
     let info = rustix::system::sysinfo();
-    let total = u64::try_from(info.totalram).unwrap_or(0).saturating_mul(info.mem_unit.into());
+    let total = info.totalram.saturating_mul(info.mem_unit.into());
     workload_share(total)
 }
 
@@ -179,7 +179,7 @@ mod tests {
     #[test]
     fn hex_is_pairs_of_digits() {
         assert_eq!(from_hex("00ff1A").unwrap(), [0, 255, 26]);
-        assert_eq!(from_hex("").unwrap(), []);
+        assert!(from_hex("").unwrap().is_empty());
         for bad in ["0", "0g", "é", &"00".repeat(sys::MAX_ENTROPY + 1)] {
             assert!(from_hex(bad).is_err(), "{bad:.10}");
         }

@@ -21,7 +21,7 @@ use rustix::mount::{MountFlags, mount_bind, mount_move};
 use super::{BootArguments, BootError, Trace, step, sys};
 
 /// Empty folders of the boot volume of which one serves to mount things on.
-const STAGES: [&str; 4] = ["/mnt", "/run", "/sys", "/proc"];
+const STAGES: [&str; 4] = ["/run", "/mnt", "/sys", "/proc"];
 
 /// Makes the root file system and enters it.
 pub(super) fn make(arguments: BootArguments, trace: &mut Trace) -> Result<(), BootError> {

@@ -118,7 +118,11 @@ impl Running {
     pub(super) async fn kill(&self) -> io::Result<u32> {
         match &self.group {
             Some(group) => group.kill()?,
-            None => self.kill_process_group(),
+            None => {
+                // It may not have made its process group yet.
+                self.own.kill();
+                self.kill_process_group();
+            }
         }
         let status = self.own.wait().await?;
         self.clear().await?;

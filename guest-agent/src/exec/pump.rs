@@ -41,8 +41,7 @@ pub async fn output<W: AsyncWrite + Unpin>(
     mut unwanted: watch::Receiver<bool>,
 ) -> io::Result<()> {
     let mut buffer = vec![0; HEADER + MAX_PAYLOAD];
-    loop {
-        let Some(payload) = buffer.get_mut(HEADER..) else { break };
+    while let Some(payload) = buffer.get_mut(HEADER..) {
         let length = tokio::select! {
             biased;
             Ok(_) = unwanted.wait_for(|u| *u) => 0,

@@ -256,11 +256,11 @@ impl Child<'_> {
         let mut result = libc::ENOENT;
         for candidate in &self.command.candidates {
             let mut errno = execve(candidate, self.argv, self.envp);
-            if errno == libc::ENOEXEC {
-                if let Some(script) = self.shell_argv.get_mut(1) {
-                    *script = candidate.as_ptr();
-                    errno = execve(c"/bin/sh", self.shell_argv, self.envp);
-                }
+            if errno == libc::ENOEXEC
+                && let Some(script) = self.shell_argv.get_mut(1)
+            {
+                *script = candidate.as_ptr();
+                errno = execve(c"/bin/sh", self.shell_argv, self.envp);
             }
             match errno {
                 // One that may not be run is remembered, in case no later one can.
