@@ -117,8 +117,9 @@ fn build(cache: &Path, mut recipe: Recipe, args: &Args) -> Result<()> {
             .prefix(WORK)
             .tempdir_in(cache)
             .with_context(|| format!("cannot make a folder in {}", cache.display()))?;
-        let packages = make(work.path(), &recipe, below.as_ref(), args, &progress)?;
+        let packages = make(work.path(), &recipe, below.as_ref(), &progress)?;
         if recipe.lock.is_empty() {
+            write_lock(&recipe.name, &packages)?;
             recipe.lock = packages;
             folder = cache.join(folder_name(&recipe, below.as_ref())?);
         }
@@ -129,6 +130,7 @@ fn build(cache: &Path, mut recipe: Recipe, args: &Args) -> Result<()> {
     // So that an image on top finds it.
     store::point(&cache.join(&recipe.name), Path::new(folder.file_name().unwrap_or_default()))?;
     let built = Built::open(folder)?;
+    check_lock(&recipe, &built.manifest.packages, args)?;
     let installed = install(&built)?;
     if fresh || installed {
         let bytes: u64 = built.manifest.layers.iter().map(|layer| layer.size).sum();
@@ -157,7 +159,6 @@ fn make(
     work: &Path,
     recipe: &Recipe,
     below: Option<&Built>,
-    args: &Args,
     progress: &Progress,
 ) -> Result<Vec<String>> {
     let tar = work.join("rootfs.tar");
@@ -168,7 +169,6 @@ fn make(
     progress.step("writing the layer");
     let mut tree = Tree::from_tar(&tar, recipe.epoch)?;
     let packages = debian::packages(&tree)?;
-    check_lock(recipe, &packages, args)?;
     finish(&mut tree, recipe)?;
     let mut layers = Vec::new();
     if let Some(below) = below {
@@ -203,13 +203,19 @@ fn make(
     Ok(packages)
 }
 
-/// Compares what was installed with the lock file, or writes it.
+fn lock_file(name: &str) -> PathBuf {
+    paths::root().join("rootfs").join(format!("{name}.lock"))
+}
+
+fn write_lock(name: &str, packages: &[String]) -> Result<()> {
+    let path = lock_file(name);
+    fs::write(&path, recipe::format_lock(name, packages))
+        .with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Compares the packages of an image with the lock file.
 fn check_lock(recipe: &Recipe, packages: &[String], args: &Args) -> Result<()> {
-    let path = paths::root().join("rootfs").join(format!("{}.lock", recipe.name));
-    if recipe.lock.is_empty() {
-        let text = recipe::format_lock(&recipe.name, packages);
-        return fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()));
-    }
+    let path = lock_file(&recipe.name);
     let missing: Vec<&str> =
         recipe.lock.iter().filter(|line| !packages.contains(line)).map(String::as_str).collect();
     let instead: Vec<&str> =

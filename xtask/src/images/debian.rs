@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -72,7 +73,10 @@ pub(crate) fn bootstrap(
         .env("PATH", path())
         .stdin(Stdio::null())
         .stdout(File::create(tar).with_context(|| format!("cannot write {}", tar.display()))?)
-        .stderr(Stdio::piped());
+        .stderr(Stdio::piped())
+        // When it cannot write the tar, it sends SIGHUP to its whole process group. (After the end
+        // of this process it ends too, at its next word to the broken pipe, and cleans up.)
+        .process_group(0);
     if std::env::var_os("TMPDIR").is_none() {
         // The chroot: too large for a /tmp in memory, and not below a home folder that the users
         // of a user namespace cannot enter.
@@ -85,12 +89,14 @@ pub(crate) fn bootstrap(
         let line = String::from_utf8_lossy(&line?).trim_end().to_owned();
         match line.strip_prefix("I: ") {
             Some(said) => step(said).map_or((), |step| progress.step(step)),
+            // Pages of it, on one line.
+            None if line.starts_with("(Reading database") => {}
             None => said.push(line),
         }
     }
     let status = child.wait()?;
     if !status.success() {
-        let tail = said.get(said.len().saturating_sub(15)..).unwrap_or_default().join("\n");
+        let tail = said.get(said.len().saturating_sub(8)..).unwrap_or_default().join("\n");
         let all = said.join("\n");
         bail!("mmdebstrap failed ({status}): {}\n{tail}", explain(&all, root));
     }
@@ -133,7 +139,8 @@ fn preferences(pins: &[String]) -> Result<tempfile::NamedTempFile> {
 fn explain(output: &str, root: bool) -> &'static str {
     let says = |words: &[&str]| words.iter().any(|word| output.contains(word));
     if says(&["No space left on device"]) {
-        "the disk is full; free some space (about 1 GB in /var/tmp) or set TMPDIR to another place"
+        "the disk is full; free some space: about 1 GB in /var/tmp (or where TMPDIR says) and 1 GB in the \
+         cache folder"
     } else if says(&[
         "Could not resolve",
         "Temporary failure resolving",
