@@ -146,6 +146,7 @@ impl Runtime {
             }
         };
         let client = result?;
+        let writable = prepared.shares.iter().any(|s| !s.mount.read_only);
         let output = prepared.shares.into_iter().find(|s| s.mount.share == "output");
         Ok(Sandbox::new(Parts {
             control: boot.control,
@@ -153,6 +154,7 @@ impl Runtime {
             client,
             manifest: prepared.manifest,
             output: output.map(|s| s.root),
+            writable,
             emulated: self.config.emulated,
             log,
         }))

@@ -54,6 +54,8 @@ pub(crate) struct Parts {
     pub(crate) client: Client,
     pub(crate) manifest: Manifest,
     pub(crate) output: Option<OwnedFd>,
+    /// Whether the guest may write to any share.
+    pub(crate) writable: bool,
     pub(crate) emulated: bool,
     pub(crate) log: Log,
 }
@@ -66,6 +68,7 @@ pub struct Sandbox {
     client: Client,
     manifest: Manifest,
     output: Option<OwnedFd>,
+    writable: bool,
     emulated: bool,
     killed: AtomicBool,
     log: Log,
@@ -79,6 +82,7 @@ impl Sandbox {
             client: parts.client,
             manifest: parts.manifest,
             output: parts.output,
+            writable: parts.writable,
             emulated: parts.emulated,
             killed: AtomicBool::new(false),
             log: parts.log,
@@ -110,6 +114,10 @@ impl Sandbox {
         let mut result = self.result(&answer);
         result.stdout_bytes = progress.stdout.load(Ordering::Relaxed);
         result.stderr_bytes = progress.stderr.load(Ordering::Relaxed);
+        if self.writable {
+            // A VM that has ended without saying is reported elsewhere.
+            result.output_limit_hit = self.counters().await.is_some_and(|c| c.limit_hit);
+        }
         if let (Some(before), Some(output)) = (before, &self.output) {
             result.files = changes::changes(output, &before)
                 .map_err(|e| Error::io("cannot list the output folder", e))?;

@@ -145,6 +145,10 @@ async fn task(args: &Args, runtime: &Runtime) -> Result<u8, Error> {
     } else {
         streamed(args, &mut spec, stdin, &sandbox).await?
     };
+    if args.timings {
+        // Asked for once the result is there, so that asking costs the command nothing.
+        sandbox.counters().await;
+    }
     let begin = Instant::now();
     sandbox.kill();
     let events = sandbox.events();
@@ -256,14 +260,33 @@ fn print_timings(args: &Args, events: &[Event], teardown_us: u64) {
         .filter_map(|(name, from, to)| Some((*name, (*to)?.saturating_sub((*from)?))))
         .collect();
     list.push(("teardown", teardown_us));
+    let counters = events.iter().rev().find_map(|e| match e {
+        Event::Counters(counters) => Some(*counters),
+        _ => None,
+    });
     if args.json {
         let map: serde_json::Map<String, serde_json::Value> =
             list.iter().map(|(name, us)| (name.replace(' ', "_"), (*us).into())).collect();
-        let _ = writeln!(std::io::stderr(), "{}", serde_json::json!({ "timings_us": map }));
+        let _ = writeln!(
+            std::io::stderr(),
+            "{}",
+            serde_json::json!({ "timings_us": map, "counters": counters })
+        );
         return;
     }
     for (name, us) in list {
         let (ms, rest) = (us / 1000, us % 1000);
         let _ = writeln!(std::io::stderr(), "casulo: {name:<18}{ms:>6}.{rest:03} ms");
+    }
+    if let Some(c) = counters {
+        let _ = writeln!(
+            std::io::stderr(),
+            "casulo: {} VM exits ({} MMIO, {} ports), {} page faults, {} KiB resident",
+            c.exits,
+            c.mmio_exits,
+            c.pio_exits,
+            c.page_faults,
+            c.max_rss_kib
+        );
     }
 }
