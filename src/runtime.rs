@@ -14,6 +14,7 @@ use casulo_protocol::image::Manifest;
 use casulo_protocol::spec::SandboxSpec;
 use casulo_protocol::vmm::{self, DiskConfig, ExitReason, Request, ShareConfig, VmConfig};
 use rustix::fs::{Mode, OFlags};
+use tokio::net::UnixStream;
 
 use crate::agent::mcp::Client;
 use crate::agent::{boot, quote};
@@ -138,20 +139,21 @@ impl Runtime {
         let mut boot = Boot { control, process, accepted, phase: "handing over the VM" };
         let deadline = Duration::from_secs(u64::from(seconds));
         let result = match tokio::time::timeout(deadline, boot.run(&spec, &prepared, &log)).await {
-            Ok(Ok(client)) => Ok(client),
+            Ok(Ok(ready)) => Ok(ready),
             Ok(Err(reason)) => Err(boot.explain(reason).await),
             Err(_) => {
                 let reason = format!("it took longer than {seconds} seconds");
                 Err(boot.explain(reason).await)
             }
         };
-        let client = result?;
+        let (client, channel) = result?;
         let writable = prepared.shares.iter().any(|s| !s.mount.read_only);
         let output = prepared.shares.into_iter().find(|s| s.mount.share == "output");
         Ok(Sandbox::new(Parts {
             control: boot.control,
             process: boot.process,
             client,
+            channel,
             manifest: prepared.manifest,
             output: output.map(|s| s.root),
             writable,
@@ -244,14 +246,14 @@ struct Boot {
 }
 
 impl Boot {
-    /// From the spawned process to the agent's tools. The error is a sentence; [`Self::explain`]
-    /// adds what is known.
+    /// From the spawned process to the agent's tools and the boot channel. The error is a sentence;
+    /// [`Self::explain`] adds what is known.
     async fn run(
         &mut self,
         spec: &SandboxSpec,
         prepared: &Prepared,
         log: &Log,
-    ) -> Result<Client, String> {
+    ) -> Result<(Client, UnixStream), String> {
         let (config, fds) = config(spec, prepared);
         self.control.send(&Request::Start(config), &fds).await.map_err(|e| e.to_string())?;
         self.phase = "building the VM";
@@ -284,7 +286,7 @@ impl Boot {
             Err(_) => return Err(describe(&self.control.end().await)),
         };
         log.phase(Phase::Ready);
-        Ok(Client::new(stream))
+        Ok((Client::new(stream), channel))
     }
 
     /// The error of a boot that failed for `reason`, with the console.
@@ -296,6 +298,9 @@ impl Boot {
 /// Longest wait for the console of a VM that failed to boot.
 const REPORT_WAIT: Duration = Duration::from_secs(2);
 
+/// How long the end of a VM is waited for when something of it broke.
+const END_WAIT: Duration = Duration::from_millis(300);
+
 async fn explain(
     control: &Control,
     process: &mut Process,
@@ -304,6 +309,8 @@ async fn explain(
 ) -> Error {
     let mut phase = phase.to_owned();
     let mut console = String::new();
+    // A stream may break a moment before the control socket tells why.
+    let _ = tokio::time::timeout(END_WAIT, control.end()).await;
     if control.is_alive() {
         if let Ok(Ok((text, _))) = tokio::time::timeout(REPORT_WAIT, control.report()).await {
             console = text;

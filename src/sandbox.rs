@@ -17,6 +17,7 @@ use casulo_protocol::vmm::Counters;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::io::AsyncRead;
+use tokio::net::UnixStream;
 
 use crate::agent::exec::{Progress, Stdio, pump};
 use crate::agent::mcp::{CallError, Client};
@@ -52,6 +53,8 @@ pub(crate) struct Parts {
     pub(crate) control: Control,
     pub(crate) process: Process,
     pub(crate) client: Client,
+    /// The boot channel, which stays open for the life of the VM.
+    pub(crate) channel: UnixStream,
     pub(crate) manifest: Manifest,
     pub(crate) output: Option<OwnedFd>,
     /// Whether the guest may write to any share.
@@ -66,6 +69,7 @@ pub struct Sandbox {
     control: Control,
     process: Mutex<Process>,
     client: Client,
+    _channel: UnixStream,
     manifest: Manifest,
     output: Option<OwnedFd>,
     writable: bool,
@@ -80,6 +84,7 @@ impl Sandbox {
             control: parts.control,
             process: Mutex::new(parts.process),
             client: parts.client,
+            _channel: parts.channel,
             manifest: parts.manifest,
             output: parts.output,
             writable: parts.writable,

@@ -47,11 +47,13 @@ pub(crate) enum Choice {
     Done(u8),
 }
 
-/// Chooses the host, and runs this process's own command line in the emulated one if it has to be.
+/// Chooses the host, and runs this process's own command line in the emulated one if it has to be;
+/// with `terminal` on a terminal, and with or without standard `input`.
 pub(crate) fn choose(
     options: &SandboxOptions,
     config: &RuntimeConfig,
     terminal: bool,
+    input: bool,
 ) -> Result<Choice, String> {
     if config.emulated || options.host == Host::Native {
         return Ok(Choice::Native);
@@ -70,6 +72,12 @@ pub(crate) fn choose(
                 // Nothing can be done about a standard error that does not take the notice.
                 let _ = writeln!(std::io::stderr(), "{}", emulated::NOTICE);
             }
+        }
+    }
+    if !input {
+        // In the emulated host standard input is a pipe, which is always passed on.
+        if let Ok(null) = std::fs::File::open("/dev/null") {
+            let _ = rustix::stdio::dup2_stdin(&null);
         }
     }
     match rerun(options, terminal) {

@@ -24,7 +24,7 @@ pub(crate) struct Args {
 /// Serves until the client closes standard input; gives the exit status.
 pub(crate) fn run(args: &Args) -> u8 {
     let status = host::config().map_err(|e| e.to_string()).and_then(|config| {
-        match host::choose(&args.sandbox, &config, false)? {
+        match host::choose(&args.sandbox, &config, false, true)? {
             Choice::Native => serve(args, config),
             Choice::Done(status) => Ok(status),
         }

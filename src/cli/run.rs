@@ -50,7 +50,7 @@ pub(crate) fn run(args: &Args) -> u8 {
         Ok(config) => config,
         Err(e) => return fail(args, &e.into()),
     };
-    match host::choose(&args.sandbox, &config, args.terminal) {
+    match host::choose(&args.sandbox, &config, args.terminal, passes_input(args)) {
         Ok(Choice::Native) => {}
         Ok(Choice::Done(status)) => return status,
         Err(text) => return fail(args, &internal(text)),
@@ -185,12 +185,15 @@ fn tell(result: &RunResult) {
 type Input = Option<Box<dyn AsyncRead + Send + Unpin>>;
 
 /// Standard input goes to the command unless it is a terminal that nobody asked for.
+fn passes_input(args: &Args) -> bool {
+    args.interactive || args.terminal || !std::io::stdin().is_terminal()
+}
+
 fn input(args: &Args) -> Result<Input, Error> {
-    let stdin = std::io::stdin();
-    if stdin.is_terminal() && !args.interactive && !args.terminal {
+    if !passes_input(args) {
         return Ok(None);
     }
-    match Standard::new(&stdin) {
+    match Standard::new(std::io::stdin()) {
         Ok(input) => Ok(Some(Box::new(input))),
         Err(e) => Err(Error::io("cannot read standard input", e)),
     }
