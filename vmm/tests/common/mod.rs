@@ -1,0 +1,246 @@
+//! Plays the parent of the real `casulo-vmm`, with guests of a few hand-written instructions.
+//!
+//! Such guests run on any KVM, also on one that cannot run a Linux kernel.
+
+#![allow(
+    dead_code,
+    unreachable_pub,
+    missing_docs,
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "helpers of tests"
+)]
+
+use std::fs::File;
+use std::io::{IoSlice, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use casulo_protocol::vmm::{CONTROL_FD, Message, Request, VERSION, VmConfig};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags,
+    SocketType, recv, sendmsg, socketpair,
+};
+
+/// Longest that anything here may take.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Where the guest's code lies.
+pub const CODE: u64 = 0x20_0000;
+/// A page directory for the fourth GiB, in the guest's image.
+const DIRECTORY: u64 = CODE + 0x1000;
+
+/// Whether `/dev/kvm` can be opened; says so when not.
+pub fn has_kvm() -> bool {
+    let found = File::options().read(true).write(true).open("/dev/kvm").is_ok();
+    if !found {
+        eprintln!("no access to /dev/kvm: not tested");
+    }
+    found
+}
+
+/// Machine code in the making.
+#[derive(Default)]
+pub struct Code(Vec<u8>);
+
+impl Code {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    pub fn bytes(mut self, bytes: &[u8]) -> Self {
+        self.0.extend_from_slice(bytes);
+        self
+    }
+
+    /// `out dx, al`
+    pub fn out(self, port: u16, value: u8) -> Self {
+        let [low, high] = port.to_le_bytes();
+        self.bytes(&[0xb0, value, 0x66, 0xba, low, high, 0xee])
+    }
+
+    /// Writes to the serial console.
+    pub fn print(self, text: &[u8]) -> Self {
+        text.iter().fold(self, |code, byte| code.out(0x3f8, *byte))
+    }
+
+    /// `in al, dx`, and the value to the serial console.
+    pub fn print_port(self, port: u16) -> Self {
+        let [low, high] = port.to_le_bytes();
+        self.bytes(&[0x66, 0xba, low, high, 0xec]).bytes(&[0x66, 0xba, 0xf8, 0x03, 0xee])
+    }
+
+    /// Maps the fourth GiB's devices, see [`elf`].
+    pub fn map_devices(self) -> Self {
+        let entry = (DIRECTORY | 3).to_le_bytes();
+        // mov rbx, PDPT + 3 * 8; mov rax, entry; mov [rbx], rax
+        self.bytes(&[0x48, 0xbb, 0x18, 0xa0, 0, 0, 0, 0, 0, 0, 0x48, 0xb8])
+            .bytes(&entry)
+            .bytes(&[0x48, 0x89, 0x03])
+    }
+
+    /// Writes a word to memory.
+    pub fn poke(self, address: u64, value: u32) -> Self {
+        // mov rbx, address; mov dword [rbx], value
+        self.bytes(&[0x48, 0xbb])
+            .bytes(&address.to_le_bytes())
+            .bytes(&[0xc7, 0x03])
+            .bytes(&value.to_le_bytes())
+    }
+
+    /// Reads a word of memory and writes its bytes to the serial console.
+    pub fn print_word(mut self, address: u64) -> Self {
+        // mov rbx, address; mov ecx, [rbx]; mov dx, 0x3f8
+        self = self.bytes(&[0x48, 0xbb]).bytes(&address.to_le_bytes());
+        self = self.bytes(&[0x8b, 0x0b, 0x66, 0xba, 0xf8, 0x03]);
+        for _ in 0..4 {
+            // mov eax, ecx; out dx, al; shr ecx, 8
+            self = self.bytes(&[0x89, 0xc8, 0xee, 0xc1, 0xe9, 8]);
+        }
+        self
+    }
+
+    /// Resets the machine by the keyboard controller.
+    pub fn reset(self) -> Self {
+        self.out(0x64, 0xfe).halt()
+    }
+
+    /// Stops for ever.
+    pub fn halt(self) -> Self {
+        // cli; hlt; jmp to the hlt
+        self.bytes(&[0xfa, 0xf4, 0xeb, 0xfd])
+    }
+}
+
+/// The code as a kernel.
+pub fn elf(code: Code) -> OwnedFd {
+    let mut image = code.0;
+    assert!(image.len() <= 0x1000);
+    image.resize(0x2000, 0);
+    // 2 MiB at 0xd000_0000, uncached.
+    image[0x1000 + 128 * 8..][..8].copy_from_slice(&0xd000_0093u64.to_le_bytes());
+    let mut file = vec![0; 120];
+    file[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
+    file[16..20].copy_from_slice(&[2, 0, 62, 0]);
+    file[24..32].copy_from_slice(&CODE.to_le_bytes());
+    file[32] = 64;
+    file[54] = 56;
+    file[56] = 1;
+    file[64] = 1;
+    file[72] = 120;
+    file[88..96].copy_from_slice(&CODE.to_le_bytes());
+    file[96..104].copy_from_slice(&(image.len() as u64).to_le_bytes());
+    file[104..112].copy_from_slice(&(image.len() as u64).to_le_bytes());
+    file.extend_from_slice(&image);
+    kernel_file(&file)
+}
+
+/// A file of these bytes.
+pub fn kernel_file(bytes: &[u8]) -> OwnedFd {
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(bytes).unwrap();
+    file.into()
+}
+
+/// A small VM; descriptors 0 to 2 are those of [`descriptors`].
+pub fn config() -> VmConfig {
+    VmConfig {
+        version: VERSION,
+        cpus: 1,
+        memory_mib: 32,
+        kvm_fd: 0,
+        kernel_fd: 1,
+        proc_fd: 2,
+        cmdline: "quiet".into(),
+        init_args: Vec::new(),
+        disks: Vec::new(),
+        shares: Vec::new(),
+        listen: Vec::new(),
+    }
+}
+
+/// KVM, the kernel and `/proc`.
+pub fn descriptors(kernel: OwnedFd) -> Vec<OwnedFd> {
+    let kvm = File::options().read(true).write(true).open("/dev/kvm").unwrap();
+    vec![kvm.into(), kernel, File::open("/proc").unwrap().into()]
+}
+
+/// A running `casulo-vmm`.
+pub struct Vmm {
+    pub child: Child,
+    pub socket: Option<OwnedFd>,
+}
+
+impl Vmm {
+    pub fn spawn() -> Self {
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .unwrap();
+        assert_eq!(CONTROL_FD, 0);
+        let child = Command::new(env!("CARGO_BIN_EXE_casulo-vmm"))
+            .stdin(Stdio::from(theirs))
+            .spawn()
+            .unwrap();
+        let patience = Some(PATIENCE);
+        rustix::net::sockopt::set_socket_timeout(
+            &ours,
+            rustix::net::sockopt::Timeout::Recv,
+            patience,
+        )
+        .unwrap();
+        Self { child, socket: Some(ours) }
+    }
+
+    /// Starts a VM that runs this code.
+    pub fn start(config: VmConfig, code: Code) -> Self {
+        let vmm = Self::spawn();
+        vmm.request(&Request::Start(config), &descriptors(elf(code)));
+        assert_eq!(vmm.receive(), Some(Message::Started));
+        vmm
+    }
+
+    pub fn request(&self, request: &Request, fds: &[OwnedFd]) {
+        self.packet(&serde_json::to_vec(request).unwrap(), fds);
+    }
+
+    pub fn packet(&self, packet: &[u8], fds: &[OwnedFd]) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        if !fds.is_empty() {
+            assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
+        }
+        let socket = self.socket.as_ref().unwrap();
+        sendmsg(socket, &[IoSlice::new(packet)], &mut ancillary, SendFlags::NOSIGNAL).unwrap();
+    }
+
+    /// The next message; `None` when the VMM closed the socket.
+    pub fn receive(&self) -> Option<Message> {
+        let mut buffer = vec![0; casulo_protocol::vmm::MAX_PACKET];
+        let (count, _) =
+            recv(self.socket.as_ref().unwrap(), &mut buffer, RecvFlags::empty()).unwrap();
+        (count > 0).then(|| serde_json::from_slice(&buffer[..count]).unwrap())
+    }
+
+    /// Waits for the end of the process.
+    pub fn wait(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "casulo-vmm does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        self.socket = None;
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
