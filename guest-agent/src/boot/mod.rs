@@ -17,6 +17,7 @@ mod sys;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::time::Duration;
 
 use casulo_protocol::agent::{
     BOOT_PORT, Hello, MAX_LINE, MCP_PORT, Personalise, Personalised, STREAM_PORT, VERSION,
@@ -160,8 +161,11 @@ pub fn boot(arguments: BootArguments) -> Result<Booted, BootError> {
             Ok(Booted { prepared, boot_channel: channel, cgroups })
         }
         Err(error) => {
-            // Best effort: the console gets it in any case.
+            // Best effort: the console gets it in any case. Then the host ends the VM; a reset at
+            // once could overtake the line, which the kernel sends in its own time.
             let _ = say_line(&mut channel, &Personalised::Failed { error: error.to_string() });
+            let _ = channel.set_read_timeout(Some(Duration::from_secs(2)));
+            let _ = io::Read::read(&mut channel, &mut [0]);
             Err(error)
         }
     }

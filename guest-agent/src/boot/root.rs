@@ -38,7 +38,7 @@ pub(super) fn make(arguments: BootArguments, trace: &mut Trace) -> Result<(), Bo
     trace.mark("kernel file systems are mounted");
     enter(stage)?;
     links()?;
-    sys::raise_file_limit().map_err(step("raise the limit of open files"))?;
+    sys::set_limits().map_err(step("set the limits of processes"))?;
     trace.mark("root is entered");
     Ok(())
 }

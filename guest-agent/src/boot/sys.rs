@@ -70,10 +70,12 @@ pub(super) fn add_entropy(bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Lets a workload open as many files as a distribution would; the kernel's own limit is 4096.
-pub(super) fn raise_file_limit() -> io::Result<()> {
-    let limit = libc::rlimit { rlim_cur: 1024, rlim_max: 524_288 };
-    // SAFETY: reads one rlimit.
-    let result = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+/// Limits that the workload inherits: as many open files as in a distribution (the kernel's own
+/// limit is 4096), and no limit of processes beside that of its cgroup (the kernel's own depends on
+/// the memory and would come first in a small VM).
+pub(super) fn set_limits() -> io::Result<()> {
+    use rustix::process::{Resource, Rlimit, setrlimit};
+    setrlimit(Resource::Nofile, Rlimit { current: Some(1024), maximum: Some(524_288) })?;
+    setrlimit(Resource::Nproc, Rlimit { current: None, maximum: None })?;
+    Ok(())
 }
