@@ -205,3 +205,7 @@ impl Disk {
         sector.checked_mul(SECTOR).ok_or(IO_ERROR)
     }
 }
+
+#[cfg(test)]
+#[path = "block_tests.rs"]
+mod tests;

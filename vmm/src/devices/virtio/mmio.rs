@@ -303,3 +303,7 @@ fn set_queue_register(queue: &mut QueueSetup, offset: u64, value: u32) {
         (*address & !0xffff_ffff) | u64::from(value)
     };
 }
+
+#[cfg(test)]
+#[path = "mmio_tests.rs"]
+mod tests;

@@ -1,0 +1,256 @@
+//! Requests, good and bad, against a disk of eight sectors.
+
+use super::*;
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use virtio_bindings::bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
+use virtio_queue::desc::RawDescriptor;
+use virtio_queue::mock::MockSplitQueue;
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::devices::virtio::Interrupt;
+
+const SECTORS: u64 = 8;
+const HEADER: u64 = 0x10_0000;
+const DATA: u64 = 0x11_0000;
+const STATUS_AT: u64 = 0x12_0000;
+const READ: bool = false;
+const WRITE: bool = true;
+
+struct World {
+    memory: Arc<GuestMemory>,
+    device: BlockDevice,
+    file: File,
+    line: Arc<EventFd>,
+}
+
+impl World {
+    fn new(read_only: bool) -> Self {
+        let file = tempfile::tempfile().unwrap();
+        let content: Vec<u8> = (0..SECTORS * 512).map(|n| (n / 512 + 1) as u8).collect();
+        std::os::unix::fs::FileExt::write_all_at(&file, &content, 0).unwrap();
+        // An incomplete sector at the end is not part of the disk.
+        file.set_len(SECTORS * 512 + 100).unwrap();
+        let device = BlockDevice::new(file.try_clone().unwrap(), read_only, "serial").unwrap();
+        let memory = Arc::new(GuestMemory::from_ranges(&[(GuestAddress(0), 0x20_0000)]).unwrap());
+        let line = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+        Self { memory, device, file, line }
+    }
+
+    fn header(&self, kind: u32, sector: u64) {
+        self.memory.write_obj(kind, GuestAddress(HEADER)).unwrap();
+        self.memory.write_obj(0u32, GuestAddress(HEADER + 4)).unwrap();
+        self.memory.write_obj(sector, GuestAddress(HEADER + 8)).unwrap();
+        self.memory.write_obj(0xaau8, GuestAddress(STATUS_AT)).unwrap();
+    }
+
+    /// Serves one chain of (address, length, writable); returns the used length.
+    fn serve(&mut self, chain: &[(u64, u32, bool)]) -> Result<u32, DeviceError> {
+        let mock = MockSplitQueue::new(&*self.memory, QUEUE_SIZE);
+        let descriptors: Vec<RawDescriptor> = chain
+            .iter()
+            .map(|(address, length, writable)| {
+                let flags = if *writable { VRING_DESC_F_WRITE as u16 } else { 0 };
+                Descriptor::new(*address, *length, flags, 0).into()
+            })
+            .collect();
+        mock.build_desc_chain(&descriptors).unwrap();
+        let queue: Queue = mock.create_queue().unwrap();
+        let interrupt = Interrupt::new(Arc::default(), self.line.clone());
+        let memory = self.memory.clone();
+        self.device.activate(Activation { memory, features: 0, queues: vec![queue], interrupt })?;
+        self.device.queue_event(0)?;
+        assert_eq!(mock.used().idx().load(), 1);
+        assert_eq!(self.line.read().unwrap(), 1);
+        Ok(mock.used().ring().ref_at(0).unwrap().load().len())
+    }
+
+    /// One usual request; returns used length and status byte.
+    fn request(&mut self, kind: u32, sector: u64, data: (u32, bool)) -> (u32, u8) {
+        self.header(kind, sector);
+        let chain = [(HEADER, 16, READ), (DATA, data.0, data.1), (STATUS_AT, 1, WRITE)];
+        let used = self.serve(&chain).unwrap();
+        (used, self.status())
+    }
+
+    fn status(&self) -> u8 {
+        self.memory.read_obj(GuestAddress(STATUS_AT)).unwrap()
+    }
+
+    fn data(&self, length: usize) -> Vec<u8> {
+        let mut data = vec![0; length];
+        self.memory.read_slice(&mut data, GuestAddress(DATA)).unwrap();
+        data
+    }
+
+    fn disk(&self, offset: u64) -> u8 {
+        let mut byte = [0];
+        std::os::unix::fs::FileExt::read_exact_at(&self.file, &mut byte, offset).unwrap();
+        byte[0]
+    }
+}
+
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+const ERROR: u8 = VIRTIO_BLK_S_IOERR as u8;
+
+#[test]
+fn reads_come_from_their_place() {
+    let mut world = World::new(true);
+    assert_eq!(world.request(VIRTIO_BLK_T_IN, 2, (1024, WRITE)), (1025, OK));
+    let data = world.data(1024);
+    assert!(data[..512].iter().all(|byte| *byte == 3));
+    assert!(data[512..].iter().all(|byte| *byte == 4));
+}
+
+#[test]
+fn writes_go_to_their_place() {
+    let mut world = World::new(false);
+    world.memory.write_slice(&[9; 512], GuestAddress(DATA)).unwrap();
+    assert_eq!(world.request(VIRTIO_BLK_T_OUT, 7, (512, READ)), (1, OK));
+    assert_eq!((world.disk(7 * 512 - 1), world.disk(7 * 512), world.disk(8 * 512 - 1)), (7, 9, 9));
+    assert_eq!(world.request(VIRTIO_BLK_T_FLUSH, 0, (0, READ)), (1, OK));
+}
+
+#[test]
+fn a_read_only_disk_refuses_writes() {
+    let mut world = World::new(true);
+    assert_ne!(world.device.features() & (1 << VIRTIO_BLK_F_RO), 0);
+    assert_eq!(world.request(VIRTIO_BLK_T_OUT, 0, (512, READ)), (1, ERROR));
+    assert_eq!(world.disk(0), 1);
+    assert_eq!(World::new(false).device.features() & (1 << VIRTIO_BLK_F_RO), 0);
+}
+
+#[test]
+fn requests_beyond_the_disk_or_not_of_whole_sectors_fail() {
+    let mut world = World::new(false);
+    for kind in [VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT] {
+        let writable = kind == VIRTIO_BLK_T_IN;
+        for (sector, length) in [
+            (8, 512),
+            (7, 1024),
+            (0, 511),
+            (0, 513),
+            (u64::MAX, 512),
+            (u64::MAX / 512, 512),
+            (1 << 55, 0x1000),
+        ] {
+            let answer = world.request(kind, sector, (length, writable));
+            assert_eq!(answer, (1, ERROR), "{kind} {sector} {length}");
+        }
+    }
+    assert_eq!(world.file.metadata().unwrap().len(), SECTORS * 512 + 100);
+    assert_eq!(world.request(VIRTIO_BLK_T_IN, 8, (0, WRITE)), (1, OK));
+}
+
+#[test]
+fn a_file_that_shrank_is_an_error() {
+    let mut world = World::new(true);
+    world.file.set_len(1024).unwrap();
+    assert_eq!(world.request(VIRTIO_BLK_T_IN, 1, (1024, WRITE)), (1, ERROR));
+}
+
+#[test]
+fn serial_number_and_unknown_requests() {
+    let mut world = World::new(true);
+    assert_eq!(world.request(VIRTIO_BLK_T_GET_ID, 0, (20, WRITE)), (21, OK));
+    assert_eq!(&world.data(7), b"serial\0");
+    assert_eq!(world.request(VIRTIO_BLK_T_GET_ID, 0, (3, WRITE)), (4, OK));
+    for kind in [2, 11, 13, 99, u32::MAX] {
+        assert_eq!(world.request(kind, 0, (512, WRITE)), (1, VIRTIO_BLK_S_UNSUPP as u8));
+    }
+}
+
+#[test]
+fn header_data_and_status_may_be_split_anywhere() {
+    let mut world = World::new(true);
+    world.header(VIRTIO_BLK_T_IN, 1);
+    // Status byte in the last descriptor of the data.
+    let chain = [
+        (HEADER, 7, READ),
+        (HEADER + 7, 9, READ),
+        (DATA, 100, WRITE),
+        (DATA + 100, 0, WRITE),
+        (DATA + 100, 413, WRITE),
+    ];
+    assert_eq!(world.serve(&chain).unwrap(), 513);
+    let data = world.data(513);
+    assert!(data[..512].iter().all(|byte| *byte == 2));
+    assert_eq!(data[512], OK);
+}
+
+#[test]
+fn a_request_of_as_many_buffers_as_offered() {
+    let mut world = World::new(true);
+    world.header(VIRTIO_BLK_T_IN, 0);
+    let mut chain = vec![(HEADER, 16, READ)];
+    let pieces = u64::from(SEG_MAX);
+    for piece in 0..pieces - 1 {
+        chain.push((DATA + piece * 8, 8, WRITE));
+    }
+    let last = 4096 - (pieces - 1) * 8;
+    chain.push((DATA + (pieces - 1) * 8, last as u32, WRITE));
+    chain.push((STATUS_AT, 1, WRITE));
+    assert_eq!(world.serve(&chain).unwrap(), 4097);
+    assert_eq!(world.data(4096)[4095], 8);
+}
+
+#[test]
+fn chains_that_break_the_rules_fail_the_device() {
+    let bad: [&[(u64, u32, bool)]; 6] = [
+        // No status, no header, a short header.
+        &[(HEADER, 16, READ), (DATA, 512, READ)],
+        &[(DATA, 512, WRITE), (STATUS_AT, 1, WRITE)],
+        &[(HEADER, 15, READ), (STATUS_AT, 1, WRITE)],
+        // A readable buffer after a writable one.
+        &[(HEADER, 16, READ), (STATUS_AT, 1, WRITE), (DATA, 512, READ)],
+        // Outside of memory.
+        &[(HEADER, 16, READ), (0x20_0000, 512, WRITE), (STATUS_AT, 1, WRITE)],
+        &[(u64::MAX - 3, 16, READ), (STATUS_AT, 1, WRITE)],
+    ];
+    for chain in bad {
+        let mut world = World::new(true);
+        world.header(VIRTIO_BLK_T_IN, 0);
+        assert!(world.serve(chain).is_err(), "{chain:x?}");
+    }
+}
+
+#[test]
+fn the_capacity_is_part_of_a_saved_state() {
+    let mut world = World::new(true);
+    let state = world.device.save().unwrap();
+    world.device.restore(state).unwrap();
+    assert!(world.device.restore(9.into()).is_err());
+    assert_eq!(&world.device.config()[..8], SECTORS.to_le_bytes());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+    /// Random descriptors in a random table: errors, but no panic and no access beyond the disk.
+    #[test]
+    fn random_chains(
+        table in prop::collection::vec((0u64..0x21_0000, 0u32..0x1200, 0u16..8, 0u16..12), 1..10),
+        kind in 0u32..14,
+        sector in 0u64..10,
+    ) {
+        let mut world = World::new(false);
+        world.header(kind, sector);
+        let mock = MockSplitQueue::new(&*world.memory, QUEUE_SIZE);
+        for (index, (address, length, flags, next)) in table.iter().enumerate() {
+            let address = if index == 0 { HEADER } else { *address & !0xf };
+            let flags = if index == 0 { VRING_DESC_F_NEXT as u16 } else { *flags };
+            let descriptor = Descriptor::new(address, *length, flags, *next);
+            mock.desc_table().store(index as u16, descriptor.into()).unwrap();
+        }
+        let memory = world.memory.clone();
+        memory.write_obj(1u16, mock.avail_addr().0.checked_add(2).map(GuestAddress).unwrap()).unwrap();
+        let queue: Queue = mock.create_queue().unwrap();
+        let interrupt = Interrupt::new(Arc::default(), world.line.clone());
+        let activation = Activation { memory: memory.clone(), features: 0, queues: vec![queue], interrupt };
+        world.device.activate(activation).unwrap();
+        let _ = world.device.queue_event(0);
+        prop_assert_eq!(world.file.metadata().unwrap().len(), SECTORS * 512 + 100);
+    }
+}
