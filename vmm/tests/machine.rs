@@ -1,6 +1,6 @@
 //! The machine as a guest of a few instructions sees it.
 
-#![allow(clippy::panic, reason = "tests")]
+#![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
 
 mod common;
 

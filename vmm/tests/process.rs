@@ -1,6 +1,6 @@
 //! `casulo-vmm` as a process: how it starts, refuses, hides and ends.
 
-#![allow(clippy::panic, reason = "tests")]
+#![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
 
 mod common;
 
