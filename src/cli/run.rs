@@ -1,5 +1,6 @@
 //! `casulo run`: one command in one microVM.
 
+use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 use std::time::Instant;
 
@@ -46,6 +47,14 @@ pub(crate) struct Args {
 
 /// Runs it; gives the exit status.
 pub(crate) fn run(args: &Args) -> u8 {
+    if let Some(word) = unknown_option(&args.argv, std::env::args_os()) {
+        return fail(
+            args,
+            &invalid(format!(
+                "unknown option {word:?}; `casulo run --help` lists the options, and `--` ends them"
+            )),
+        );
+    }
     let config = match host::config() {
         Ok(config) => config,
         Err(e) => return fail(args, &e.into()),
@@ -64,6 +73,23 @@ pub(crate) fn run(args: &Args) -> u8 {
         Ok(session) => tokio.block_on(session),
         Err(e) => fail(args, &e.into()),
     }
+}
+
+/// The command's first word when it looks like an option and no `--` stands before it: the parser takes
+/// every word that it does not know as the begin of the command.
+fn unknown_option(
+    argv: &[String],
+    line: impl ExactSizeIterator<Item = OsString>,
+) -> Option<&String> {
+    let word = argv.first().filter(|word| word.starts_with('-'))?;
+    let before = line.len().checked_sub(argv.len())?.checked_sub(1)?;
+    let separated = line.into_iter().nth(before).is_some_and(|word| word == "--");
+    (!separated).then_some(word)
+}
+
+fn invalid(message: String) -> TaskError {
+    use casulo_protocol::error::{ErrorClass, Retry};
+    TaskError { class: ErrorClass::InvalidArgument, message, retry: Retry::No }
 }
 
 fn internal(message: String) -> TaskError {
@@ -291,5 +317,21 @@ fn print_timings(args: &Args, events: &[Event], teardown_us: u64) {
             c.page_faults,
             c.max_rss_kib
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_like_an_option_is_a_command_only_after_dashes() {
+        let line =
+            |words: &[&str]| words.iter().map(OsString::from).collect::<Vec<_>>().into_iter();
+        let argv = vec!["-x".to_owned(), "a".to_owned()];
+        assert_eq!(unknown_option(&argv, line(&["casulo", "run", "--", "-x", "a"])), None);
+        assert_eq!(unknown_option(&argv, line(&["casulo", "run", "-x", "a"])), Some(&argv[0]));
+        let argv = vec!["ls".to_owned(), "-x".to_owned()];
+        assert_eq!(unknown_option(&argv, line(&["casulo", "run", "ls", "-x"])), None);
     }
 }

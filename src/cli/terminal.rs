@@ -21,7 +21,7 @@ impl Raw {
             let mut raw = before.clone();
             raw.make_raw();
             // Without raw mode the command still works, only less comfortably.
-            let _ = tcsetattr(&stdin, OptionalActions::Flush, &raw);
+            let _ = tcsetattr(&stdin, OptionalActions::Drain, &raw);
         }
         Self { stdin, before }
     }
@@ -42,7 +42,10 @@ impl Drop for Raw {
 
 /// Size of the terminal on standard output or input; 24 by 80 where there is none.
 pub(crate) fn size() -> WindowSize {
-    let found = of_stdout(&std::io::stdout()).or_else(|| of_stdin(&std::io::stdin()));
+    // A terminal of which nobody knows the size says zero.
+    let known = |size: &WindowSize| size.rows > 0 && size.columns > 0;
+    let found = of_stdout(&std::io::stdout()).filter(known);
+    let found = found.or_else(|| of_stdin(&std::io::stdin()).filter(known));
     found.unwrap_or(WindowSize { rows: 24, columns: 80 })
 }
 
