@@ -25,6 +25,7 @@ use crate::devices::virtio::block::BlockDevice;
 use crate::devices::virtio::fs::{FsDevice, FsError, Share};
 use crate::devices::virtio::rng::RngDevice;
 use crate::devices::virtio::vsock::{VsockDevice, VsockEvents, VsockHandle};
+use crate::devices::virtio::worker::serve;
 use crate::jail::seccomp::Kind;
 use crate::jail::{self, JailError};
 use crate::kvm::{self, KvmError, refused};
@@ -200,9 +201,9 @@ pub fn build(parts: Parts) -> Result<Vm, BuildError> {
     for (number, (file, read_only)) in parts.disks.into_iter().enumerate() {
         let id = format!("casulo-{number}");
         let disk = BlockDevice::new(file, read_only, &id).map_err(BuildError::Device)?;
-        devices.push((Box::new(disk), Kind::Block));
+        devices.push((Box::new(disk), Kind::Disks));
     }
-    devices.push((Box::new(RngDevice::new()), Kind::Rng));
+    devices.push((Box::new(RngDevice::new()), Kind::Disks));
     let (sockets, vsock, vsock_events) =
         VsockDevice::new(GUEST_CID, &parts.listen).map_err(BuildError::Device)?;
     devices.push((Box::new(sockets), Kind::Vsock));
@@ -226,11 +227,11 @@ pub fn build(parts: Parts) -> Result<Vm, BuildError> {
     jail::landlock::restrict(&share_roots(&parts.shares))?;
     drop(parts.shares);
     let mut threads = Threads::new()?;
-    for (worker, kind) in attached.workers {
-        // A worker ends only with the process; an error of its event loop ends both.
+    for (kind, workers) in attached.threads {
+        // They end only with the process; an error of an event loop ends both.
         threads.spawn(format!("{kind:?}").to_lowercase(), kind, move || {
-            if let Err(error) = worker.run() {
-                panic_free_abort(&error);
+            if let Err(error) = serve(workers) {
+                abort(&error);
             }
         })?;
     }
@@ -311,7 +312,7 @@ fn run_vcpu(vcpu: Vcpu, start: &Barrier, ended: &Sender<ExitReason>, event: &Eve
 }
 
 /// Ends the process with a word on standard error.
-fn panic_free_abort(error: &dyn std::fmt::Display) -> ! {
+fn abort(error: &dyn std::fmt::Display) -> ! {
     eprintln!("casulo-vmm: a device thread ended: {error}");
     std::process::abort();
 }

@@ -21,7 +21,7 @@ const ATTEMPT: &str = "CASULO_JAIL_ATTEMPT";
 const PLACE: &str = "CASULO_JAIL_PLACE";
 const SIGSYS: i32 = 31;
 
-const KINDS: [Kind; 6] = [Kind::Control, Kind::Vcpu, Kind::Block, Kind::Rng, Kind::Vsock, Kind::Fs];
+const KINDS: [Kind; 5] = [Kind::Control, Kind::Vcpu, Kind::Disks, Kind::Vsock, Kind::Fs];
 
 /// Runs the attempt `name` in another process.
 fn attempt(name: &str, place: &Path) -> ExitStatus {

@@ -133,7 +133,7 @@ fn every_thread_is_jailed() {
         }
     }
     names.sort();
-    assert_eq!(names, ["block", "casulo-vmm", "rng", "vcpu0", "vsock"]);
+    assert_eq!(names, ["casulo-vmm", "disks", "vcpu0", "vsock"]);
     let limits = fs::read_to_string(format!("/proc/{}/limits", vmm.child.id())).unwrap();
     let core = limits.lines().find(|line| line.starts_with("Max core file size")).unwrap();
     assert_eq!(core.split_whitespace().nth(4), Some("0"));

@@ -35,8 +35,8 @@ pub struct Attached {
     pub places: Vec<MmioDevice>,
     /// The transports, in the order of their addresses.
     pub transports: Vec<MmioTransport>,
-    /// The threads to start.
-    pub workers: Vec<(Worker, Kind)>,
+    /// The threads to start, and the devices that each serves.
+    pub threads: Vec<(Kind, Vec<Worker>)>,
 }
 
 impl Attached {
@@ -56,7 +56,7 @@ impl Attached {
         let size = devices.len().max(1) * usize::try_from(VIRTIO_SIZE).unwrap_or(4096);
         let pages = map_pages(NonZeroUsize::new(size).unwrap_or(NonZeroUsize::MIN))?;
         let mut attached =
-            Self { pages, places: Vec::new(), transports: Vec::new(), workers: Vec::new() };
+            Self { pages, places: Vec::new(), transports: Vec::new(), threads: Vec::new() };
         for (index, ((device, kind), irq)) in devices.into_iter().zip(LINES).enumerate() {
             attached.attach(vm, index, device, kind, irq, memory, console)?;
         }
@@ -112,7 +112,10 @@ impl Attached {
             kicks,
             handle,
         ));
-        self.workers.push((worker, kind));
+        match self.threads.iter_mut().find(|(known, _)| *known == kind) {
+            Some((_, workers)) => workers.push(worker),
+            None => self.threads.push((kind, vec![worker])),
+        }
         Ok(())
     }
 }

@@ -71,14 +71,18 @@ fn search(rules: &[Rule]) -> BpfProgram {
         }
         _ => {
             let (low, high) = rules.split_at(rules.len() / 2);
-            let (low, high_code) = (search(low), search(high));
             let first = high.first().map_or(u32::MAX, |(number, _)| *number);
+            let (low, high) = (search(low), search(high));
             // A jump over more than 255 instructions needs the long form.
-            let over = u32::try_from(low.len()).unwrap_or(u32::MAX);
-            let mut code =
-                vec![jump(JUMP_GREATER_EQUAL, first, 0, 1), statement(JUMP_ALWAYS, over)];
+            let mut code = match u8::try_from(low.len()) {
+                Ok(over) => vec![jump(JUMP_GREATER_EQUAL, first, over, 0)],
+                Err(_) => {
+                    let over = u32::try_from(low.len()).unwrap_or(u32::MAX);
+                    vec![jump(JUMP_GREATER_EQUAL, first, 0, 1), statement(JUMP_ALWAYS, over)]
+                }
+            };
             code.extend(low);
-            code.extend(high_code);
+            code.extend(high);
             code
         }
     }
@@ -168,9 +172,9 @@ mod tests {
 
     #[test]
     fn the_way_to_a_call_is_short() {
-        let program = compile((0..200).map(|number| (number * 2, Condition::Always)));
-        for number in 0..500 {
-            assert!(run(&program, number, ARCH_X86_64, [0; 6]).1 <= 25);
+        let program = compile((0..300).map(|number| (number * 2, Condition::Always)));
+        for number in 0..700 {
+            assert!(run(&program, number, ARCH_X86_64, [0; 6]).1 <= 20);
         }
     }
 

@@ -16,10 +16,8 @@ pub enum Kind {
     Control,
     /// A vCPU.
     Vcpu,
-    /// virtio-blk.
-    Block,
-    /// virtio-rng.
-    Rng,
+    /// virtio-blk, all disks, and virtio-rng.
+    Disks,
     /// virtio-vsock.
     Vsock,
     /// virtio-fs.
@@ -69,7 +67,7 @@ const EVENTS: &[i64] = &[
 const CONTROL: &[i64] =
     &[libc::SYS_getrusage, libc::SYS_recvmsg, libc::SYS_sendmsg, libc::SYS_fcntl];
 
-const BLOCK: &[i64] = &[libc::SYS_fdatasync, libc::SYS_preadv, libc::SYS_pwritev];
+const DISKS: &[i64] = &[libc::SYS_fdatasync, libc::SYS_preadv, libc::SYS_pwritev];
 
 const VSOCK: &[i64] =
     &[libc::SYS_recvmsg, libc::SYS_sendmsg, libc::SYS_shutdown, libc::SYS_timerfd_settime];
@@ -105,10 +103,10 @@ const FS: &[i64] = &[
 pub fn filter(kind: Kind) -> BpfProgram {
     let own: &[i64] = match kind {
         Kind::Control => CONTROL,
-        Kind::Block => BLOCK,
+        Kind::Disks => DISKS,
         Kind::Vsock => VSOCK,
         Kind::Fs => FS,
-        Kind::Vcpu | Kind::Rng => &[],
+        Kind::Vcpu => &[],
     };
     let events = if kind == Kind::Vcpu { &[] } else { EVENTS };
     let plain = COMMON.iter().chain(own).chain(events);

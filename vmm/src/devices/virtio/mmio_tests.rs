@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::devices::serial::Console;
-use crate::devices::virtio::worker::Worker;
+use crate::devices::virtio::worker::{Worker, serve};
 use crate::devices::virtio::{DeviceError, VirtioDevice};
 
 const QUEUES: [u16; 2] = [64, 16];
@@ -92,7 +92,7 @@ impl World {
             console.clone(),
         )
         .unwrap();
-        std::thread::spawn(move || worker.run().unwrap());
+        std::thread::spawn(move || serve(vec![worker]).unwrap());
         let transport =
             MmioTransport::new(page, OWN_FEATURES, &QUEUES, memory, interrupt, kicks, handle);
         Self { transport, told, line, console }

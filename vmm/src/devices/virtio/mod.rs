@@ -1,8 +1,8 @@
 //! Virtio devices: what a device is, and what the transport gives it.
 //!
 //! The transport ([virtio-mmio version 2][spec]) lives on the bus and is driven by vCPU threads. A
-//! device lives on a worker thread of its own, which calls it at activation, when the driver kicks a
-//! queue, and when the device's own descriptor becomes readable. So a device needs no locks.
+//! device lives on one worker thread, which calls it at activation, when the driver kicks a queue, and
+//! when the device's own descriptor becomes readable. So a device needs no locks.
 //!
 //! [spec]: https://docs.oasis-open.org/virtio/virtio/v1.2/virtio-v1.2.html
 

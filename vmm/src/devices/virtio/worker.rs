@@ -1,4 +1,7 @@
-//! The thread that owns a virtio device.
+//! The threads that own the virtio devices.
+//!
+//! Each device has a [`Worker`]; [`serve`] runs one or several on a thread. Devices whose work is short share
+//! a thread, because each thread costs a boot half a millisecond (its system call filter).
 //!
 //! The transport sends it commands; kicks of queues and the device's own descriptor are waited for only
 //! while the device is active. A device that fails is marked `NEEDS_RESET` and left alone until the driver
@@ -95,16 +98,6 @@ impl Worker {
         Ok((worker, handle))
     }
 
-    /// Serves until the transport is gone.
-    pub fn run(self) -> Result<(), event_manager::Error> {
-        let mut manager = EventManager::new_with_capacity(8)?;
-        let id = manager.add_subscriber(self);
-        while !manager.subscriber_mut(id)?.orphaned {
-            manager.run()?;
-        }
-        Ok(())
-    }
-
     fn command(&mut self, ops: &mut EventOps<'_>) {
         // Non-blocking; the counter only wakes, the channel says what is to be done.
         let _ = self.wake.read();
@@ -169,6 +162,23 @@ impl Worker {
         let _ = writeln!(self.console, "casulo-vmm: virtio device of type {kind} failed: {error}");
         self.page.update_status(|status| status | STATUS_NEEDS_RESET);
         let _ = self.interrupt.signal_config();
+    }
+}
+
+/// Serves devices on the calling thread until the transport of one is gone.
+pub fn serve(workers: Vec<Worker>) -> Result<(), event_manager::Error> {
+    let mut manager = EventManager::new_with_capacity(8)?;
+    let mut ids = Vec::with_capacity(workers.len());
+    for worker in workers {
+        ids.push(manager.add_subscriber(worker));
+    }
+    loop {
+        for id in &ids {
+            if manager.subscriber_mut(*id)?.orphaned {
+                return Ok(());
+            }
+        }
+        manager.run()?;
     }
 }
 
