@@ -101,7 +101,11 @@ impl Runtime {
     ///
     /// # Errors
     /// The VMM program does not exist.
-    pub fn open(config: RuntimeConfig) -> Result<Self, Error> {
+    pub fn open(mut config: RuntimeConfig) -> Result<Self, Error> {
+        // The VMM starts in another folder.
+        if let Ok(path) = std::path::absolute(&config.vmm) {
+            config.vmm = path;
+        }
         if !config.vmm.is_file() {
             let source = std::io::Error::from(std::io::ErrorKind::NotFound);
             return Err(Error::Spawn { path: config.vmm, source });
