@@ -19,6 +19,7 @@ use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, SendFlags, SocketType};
 use rustix::system::RebootCommand;
 
+use super::idle_vm::IdleVm;
 use super::job::{Export, GuestJob};
 use super::pump;
 use super::qemu::{CONTROL_PORT, DATA_PORT};
@@ -83,7 +84,14 @@ fn machine() -> io::Result<()> {
     let hostname = job.hostname.to_os();
     rustix::system::sethostname(hostname.as_bytes())
         .context(|| "cannot set the host name".to_owned())?;
-    pump::run(&job, data, control)
+    // Without KVM in the emulated machine the job will say so itself.
+    let idle_vm = IdleVm::new();
+    if let Err(error) = &idle_vm {
+        report(&format!("casulo: no idle VM: {error}"));
+    }
+    let result = pump::run(&job, data, control);
+    drop(idle_vm);
+    result
 }
 
 fn mount(source: &str, target: &Path, kind: &str, flags: MountFlags, data: &str) -> io::Result<()> {

@@ -40,6 +40,7 @@ mod console;
 pub(crate) mod cpio;
 mod guest;
 mod host;
+mod idle_vm;
 mod initrd;
 mod job;
 mod pump;
