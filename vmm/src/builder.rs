@@ -304,11 +304,10 @@ fn create_vcpus(
 
 fn run_vcpu(vcpu: Vcpu, start: &Barrier, ended: &Sender<ExitReason>, event: &EventFd) {
     start.wait();
-    if let Some(reason) = vcpu.run(&AtomicBool::new(false)) {
-        // The control thread ends the process; if it is gone already, there is nobody to tell.
-        let _ = ended.send(reason);
-        let _ = event.write(1);
-    }
+    let reason = vcpu.run();
+    // The control thread ends the process; if it is gone already, there is nobody to tell.
+    let _ = ended.send(reason);
+    let _ = event.write(1);
 }
 
 /// Ends the process with a word on standard error.

@@ -1,7 +1,7 @@
 //! A vCPU thread: runs the guest and serves its exits, holding no lock while it does either.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use casulo_protocol::vmm::ExitReason;
 use kvm_ioctls::{VcpuExit, VcpuFd};
@@ -68,31 +68,30 @@ enum Stop {
     /// KVM could not go on; the words lack the registers.
     Kvm(String),
     InternalError,
-    Asked,
 }
 
 impl Vcpu {
-    /// Runs until the guest ends (the reason) or `stop` is set and a signal arrives (`None`).
-    pub fn run(mut self, stop: &AtomicBool) -> Option<ExitReason> {
+    /// Runs until the guest ends. There is no way to stop it from outside but the end of the process, which
+    /// is how a VM is discarded.
+    pub fn run(mut self) -> ExitReason {
         loop {
-            let Some(reason) = self.step(stop) else {
+            let Some(reason) = self.step() else {
                 continue;
             };
             return match reason {
-                Stop::Asked => None,
-                Stop::Reset => Some(ExitReason::Reset),
-                Stop::TripleFault => Some(ExitReason::TripleFault),
-                Stop::Kvm(what) => Some(self.failure(&what)),
+                Stop::Reset => ExitReason::Reset,
+                Stop::TripleFault => ExitReason::TripleFault,
+                Stop::Kvm(what) => self.failure(&what),
                 Stop::InternalError => {
                     let what = self.internal_error();
-                    Some(self.failure(&what))
+                    self.failure(&what)
                 }
             };
         }
     }
 
     /// One entry into the guest and one exit.
-    fn step(&mut self, stop: &AtomicBool) -> Option<Stop> {
+    fn step(&mut self) -> Option<Stop> {
         let exit = self.fd.run();
         count(&self.counters.all);
         match exit {
@@ -131,11 +130,7 @@ impl Vcpu {
             Ok(other) => return Some(Stop::Kvm(format!("unexpected exit {other:?}"))),
             Err(error) => match error.errno() {
                 // A signal, or a CPU that was just woken for its first instruction.
-                libc::EINTR | libc::EAGAIN => {
-                    if stop.load(Ordering::SeqCst) {
-                        return Some(Stop::Asked);
-                    }
-                }
+                libc::EINTR | libc::EAGAIN => {}
                 _ => return Some(Stop::Kvm(format!("KVM_RUN failed: {error}"))),
             },
         }
