@@ -38,6 +38,10 @@ const LATE_BYTES: u64 = 64 << 20;
 /// How long one half of an answer is waited for when the other half says that all is over.
 const SETTLE: Duration = Duration::from_secs(10);
 
+/// How long the reason for a lost guest is waited for.
+const END_WAIT: Duration = Duration::from_secs(1);
+const END_WAIT_EMULATED: Duration = Duration::from_secs(20);
+
 /// Whether to look for changed files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Files {
@@ -445,7 +449,7 @@ impl Sandbox {
     /// The error of a guest that was lost for `reason`, with what is known.
     async fn lost(&self, mut reason: String) -> Error {
         // A stream breaks a moment before the control socket tells why.
-        let wait = Duration::from_millis(500);
+        let wait = if self.emulated { END_WAIT_EMULATED } else { END_WAIT };
         let mut console = String::new();
         if self.killed.load(Ordering::Relaxed) {
             return Error::GuestLost { reason: "it was ended".into(), console };
