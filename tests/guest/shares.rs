@@ -134,7 +134,7 @@ fn a_full_output_disk_is_enospc_and_the_programs_own_status() {
     assert!(mounted.success());
     let script = "import errno, os\n\
                   try:\n f = open('big', 'wb')\n for _ in range(64): f.write(bytes(1 << 20)); f.flush()\n\
-                  except OSError as e:\n print(errno.errorcode[e.errno]); os._exit(7)\n";
+                  except OSError as e:\n print(errno.errorcode[e.errno], flush=True); os._exit(7)\n";
     let out = output(run(["--output", text(folder.path()), "--", "python3", "-c", script]));
     let unmounted = std::process::Command::new("umount").arg(folder.path()).status().unwrap();
     assert!(unmounted.success());

@@ -48,12 +48,22 @@ pub(crate) fn run(args: Args) -> Result<()> {
     }
     let built = steps.step("build", || {
         // With the tests, so that everything is compiled once, with the same features.
-        sh::run(cargo().args(["build", "--release", "--workspace", "--bins", "--tests"]))?;
+        sh::run(cargo().args([
+            "build",
+            "--release",
+            "--workspace",
+            "--bins",
+            "--tests",
+            "--examples",
+        ]))?;
         build::link()
     });
     if built && args.guest.is_none() {
         steps.step("unit tests", || {
-            sh::run(cargo().args(["test", "--release", "--workspace", "--lib", "--bins"]))?;
+            // The root package has tests that need guests; those of the others run anywhere.
+            sh::run(cargo().args(["test", "--release", "--package", "casulo", "--lib", "--bins"]))?;
+            let others = ["test", "--release", "--workspace", "--exclude", "casulo"];
+            sh::run(cargo().args(others).args(["--lib", "--bins", "--tests"]))?;
             sh::run(cargo().args(["test", "--release", "--workspace", "--doc"]))
         });
     }

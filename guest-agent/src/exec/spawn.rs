@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::fs::{Gid, Uid};
 use rustix::io::FdFlags;
 use rustix::process::Pid;
+use rustix::thread::CapabilitySet;
 use seccompiler::BpfProgram;
 
 use super::command::{Command, StartError};
@@ -217,6 +218,9 @@ impl Child<'_> {
         if !rustix::process::getuid().is_root() && rustix::process::getuid() == uid {
             // Nothing to change.
         } else {
+            if !uid.is_root() {
+                forget_capabilities();
+            }
             rustix::thread::set_thread_groups(self.groups).map_err(at(Stage::User))?;
             rustix::thread::set_thread_res_gid(gid, gid, gid).map_err(at(Stage::User))?;
             // Leaving uid 0 clears the permitted, effective and ambient capabilities.
@@ -278,6 +282,15 @@ fn execve(path: &CStr, argv: &[*const libc::c_char], envp: &[*const libc::c_char
     // strings that outlive the call.
     unsafe { libc::execve(path.as_ptr(), argv.as_ptr(), envp.as_ptr()) };
     io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL)
+}
+
+/// Empties the bounding set: no program can give a capability back. (A user namespace starts with a
+/// full set of its own, which holds only within it.)
+fn forget_capabilities() {
+    for capability in CapabilitySet::all().iter() {
+        // Fails beyond the last capability of the kernel.
+        let _ = rustix::thread::remove_capability_from_bounding_set(capability);
+    }
 }
 
 /// The agent ignores SIGPIPE (as every Rust program) and blocks SIGCHLD; a program expects neither.
