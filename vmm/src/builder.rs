@@ -219,7 +219,9 @@ pub fn build(parts: Parts) -> Result<Vm, BuildError> {
     let entry = kernel::load(&parts.kernel, &memory, low_memory)?;
     let cmdline = boot::cmdline(&parts.cmdline, &attached.places, &parts.init_args)?;
     boot::write(&memory, &ram, &cmdline)?;
-    mptable::write(&memory, parts.cpus)?;
+    let lines = attached.places.iter().map(|place| place.irq).chain([serial::IRQ]);
+    let lines: Vec<u8> = lines.filter_map(|line| u8::try_from(line).ok()).collect();
+    mptable::write(&memory, parts.cpus, &lines)?;
 
     let vcpus = create_vcpus(&kvm, &vm, parts.cpus, entry)?;
     let machine = Arc::new(Machine { ports: Ports::new(serial), virtio: attached.transports });

@@ -26,9 +26,11 @@ const INTERRUPT_NMI: u8 = 1;
 const INTERRUPT_EXTERNAL: u8 = 3;
 const ALL_LOCAL_APICS: u8 = 0xff;
 
-/// The table for `cpus` CPUs (1 to [`MAX_CPUS`]), as it lies at [`EBDA`].
+/// The table for `cpus` CPUs (1 to [`MAX_CPUS`]) and the interrupt lines in use, as it lies at [`EBDA`].
+///
+/// Linux programs each line that the table names, at some 50 µs each, so idle ones are left out.
 #[must_use]
-pub fn build(cpus: u8) -> Vec<u8> {
+pub fn build(cpus: u8, lines: &[u8]) -> Vec<u8> {
     let ioapic_id = cpus;
     let mut entries = Vec::with_capacity(EBDA_SIZE);
     let mut count = 0u16;
@@ -49,7 +51,7 @@ pub fn build(cpus: u8) -> Vec<u8> {
     let mut ioapic = vec![2, ioapic_id, APIC_VERSION, 1];
     ioapic.extend_from_slice(&(IOAPIC as u32).to_le_bytes());
     add(&ioapic);
-    for pin in 0..IOAPIC_PINS {
+    for pin in lines.iter().copied().filter(|pin| *pin < IOAPIC_PINS) {
         add(&[3, INTERRUPT, 0, 0, 0, pin, ioapic_id, pin]);
     }
     add(&[4, INTERRUPT_EXTERNAL, 0, 0, 0, 0, 0, 0]);
@@ -82,8 +84,8 @@ pub fn build(cpus: u8) -> Vec<u8> {
 }
 
 /// Writes the table into the EBDA.
-pub fn write(memory: &GuestMemory, cpus: u8) -> Result<(), GuestMemoryError> {
-    memory.write_slice(&build(cpus), GuestAddress(EBDA))
+pub fn write(memory: &GuestMemory, cpus: u8, lines: &[u8]) -> Result<(), GuestMemoryError> {
+    memory.write_slice(&build(cpus, lines), GuestAddress(EBDA))
 }
 
 /// What must be added to `bytes` so that they sum to zero.
@@ -101,10 +103,13 @@ fn set(bytes: &mut [u8], index: usize, value: u8) {
 mod tests {
     use super::*;
 
+    const ALL: [u8; 24] =
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23];
+
     #[test]
     fn both_parts_sum_to_zero_and_the_length_is_right() {
         for cpus in [1, 2, MAX_CPUS] {
-            let table = build(cpus);
+            let table = build(cpus, &ALL);
             assert_eq!(checksum(&table[..16]), 0);
             assert_eq!(checksum(&table[16..]), 0);
             let length = u16::from_le_bytes([table[20], table[21]]);
@@ -114,7 +119,7 @@ mod tests {
 
     #[test]
     fn entries_are_counted_and_of_their_size() {
-        let table = build(3);
+        let table = build(3, &[4, 5, 23, 24]);
         let count = u16::from_le_bytes([table[16 + 34], table[16 + 35]]);
         let mut rest = &table[60..];
         let mut seen = 0;
@@ -123,11 +128,11 @@ mod tests {
             seen += 1;
         }
         assert_eq!(seen, count);
-        assert_eq!(count, 3 + 1 + 1 + 24 + 2);
+        assert_eq!(count, 3 + 1 + 1 + 3 + 2);
     }
 
     #[test]
     fn the_largest_table_fits_below_the_legacy_hole() {
-        assert!(build(MAX_CPUS).len() <= EBDA_SIZE);
+        assert!(build(MAX_CPUS, &ALL).len() <= EBDA_SIZE);
     }
 }
