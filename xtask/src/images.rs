@@ -49,6 +49,11 @@ pub(crate) struct Args {
     pub(crate) locked: bool,
 }
 
+/// A volume made as the boot volume is, with this program as `/init`.
+pub(crate) fn boot_volume(init: Vec<u8>) -> Result<Vec<u8>> {
+    boot::volume(init)
+}
+
 pub(crate) fn run(args: Args) -> Result<()> {
     let only = args.only.as_deref();
     if let Some(name) = only.filter(|name| *name != "agent" && !IMAGES.contains(name)) {

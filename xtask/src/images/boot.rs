@@ -29,8 +29,7 @@ struct AgentJson {
 pub(super) fn build(reproducible: bool) -> Result<()> {
     let path = if reproducible { agent_without_paths()? } else { agent_as_usual()? };
     let binary = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-    let mut volume = Vec::new();
-    erofs::write(&tree(binary)?, 0, [0; 16], &mut volume)?;
+    let volume = volume(binary)?;
 
     let folder = paths::casulo_home()?.join("agent");
     store::folder(&folder)?;
@@ -50,6 +49,13 @@ pub(super) fn build(reproducible: bool) -> Result<()> {
     let mut text = serde_json::to_vec_pretty(&json)?;
     text.push(b'\n');
     store::put(&folder.join("agent.json"), &text)
+}
+
+/// A volume whose `/init` is this program.
+pub(super) fn volume(init: Vec<u8>) -> Result<Vec<u8>> {
+    let mut volume = Vec::new();
+    erofs::write(&tree(init)?, 0, [0; 16], &mut volume)?;
+    Ok(volume)
 }
 
 fn cargo() -> Command {
