@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::vmm::Counters;
 
 /// Something that happened to a sandbox.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Event {

@@ -14,6 +14,7 @@ pub mod error;
 pub mod event;
 pub mod image;
 pub mod result;
+pub mod schema;
 pub mod spec;
 pub mod stream;
 pub mod vmm;

@@ -6,6 +6,7 @@
 //! parent sends [`Request`]s, the VMM sends [`Message`]s. The first request is [`Request::Start`]; a
 //! VMM whose control socket closes ends at once.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Version of this protocol; both sides refuse another one by name.
@@ -176,7 +177,7 @@ pub enum ExitReason {
 }
 
 /// What the VM has cost so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Counters {
     /// Returns from `KVM_RUN`, all vCPUs.
