@@ -1,5 +1,7 @@
 //! What a developer or a new user runs: `cargo xtask build|test|demo|bench|kernel|images|dist`.
 
+use std::process::ExitCode;
+
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -42,8 +44,18 @@ enum Command {
     Dist(dist::Args),
 }
 
-fn main() -> Result<()> {
-    match Cli::parse().command {
+fn main() -> ExitCode {
+    match run(Cli::parse().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<()> {
+    match command {
         Command::Build(args) => build::run(args),
         Command::Test(args) => test::run(args),
         Command::Demo(args) => demo::run(args),

@@ -60,10 +60,14 @@ pub(crate) fn run(args: Args) -> Result<()> {
     });
     if built && args.guest.is_none() {
         steps.step("unit tests", || {
-            // The root package has tests that need guests; those of the others run anywhere.
-            sh::run(cargo().args(["test", "--release", "--package", "casulo", "--lib", "--bins"]))?;
-            let others = ["test", "--release", "--workspace", "--exclude", "casulo"];
-            sh::run(cargo().args(others).args(["--lib", "--bins", "--tests"]))?;
+            // All at once, with the features of the build: a part alone has others, and cargo would
+            // compile its dependencies again.
+            let mut test = cargo();
+            test.args(["test", "--release", "--workspace", "--lib", "--bins"]);
+            for name in plain_tests()? {
+                test.args(["--test", &name]);
+            }
+            sh::run(&mut test)?;
             sh::run(cargo().args(["test", "--release", "--workspace", "--doc"]))
         });
     }
@@ -169,6 +173,31 @@ fn cargo_deny() -> Result<PathBuf> {
         sh::run(&mut install).context("cannot get cargo-deny")?;
     }
     Ok(program)
+}
+
+/// Test programs that need neither a guest nor an emulated host.
+fn plain_tests() -> Result<Vec<String>> {
+    #[derive(serde::Deserialize)]
+    struct Target {
+        name: String,
+        kind: Vec<String>,
+    }
+    #[derive(serde::Deserialize)]
+    struct Package {
+        targets: Vec<Target>,
+    }
+    #[derive(serde::Deserialize)]
+    struct Metadata {
+        packages: Vec<Package>,
+    }
+    let text = sh::output(cargo().args(["metadata", "--no-deps", "--format-version", "1"]))?;
+    let metadata: Metadata = serde_json::from_str(&text).context("cargo metadata")?;
+    let targets = metadata.packages.into_iter().flat_map(|package| package.targets);
+    Ok(targets
+        .filter(|target| target.kind.iter().any(|kind| kind == "test"))
+        .map(|target| target.name)
+        .filter(|name| name != "guest" && name != "emulated")
+        .collect())
 }
 
 /// Runs the guest tests in one emulated host, or right here where KVM works.
