@@ -103,7 +103,8 @@ pub(crate) struct Share {
     pub(crate) limit_bytes: Option<u64>,
 }
 
-/// Opens and checks every share of a sandbox: input, output, then the rest in order.
+/// Opens and checks every share of a sandbox: input, output, then the rest in the order in which the
+/// guest is to mount them.
 ///
 /// # Errors
 /// One of them cannot be shared.
@@ -136,7 +137,10 @@ pub(crate) fn open_all(spec: &SandboxSpec) -> Result<Vec<Share>, ShareError> {
         };
         shares.push(Share { mount, root, limit_bytes: Some(spec.output_limit) });
     }
-    for (n, share) in spec.shares.iter().enumerate() {
+    let mut rest: Vec<_> = spec.shares.iter().enumerate().collect();
+    // The guest mounts them in this order: a place below another one comes later, or it would be hidden.
+    rest.sort_by_key(|(_, share)| share.guest.split('/').count());
+    for (n, share) in rest {
         check_target(&share.guest)?;
         let (root, file) = open(&share.host, share.writable)?;
         check(&root, &share.host)?;
@@ -221,9 +225,17 @@ fn fd_path(fd: impl AsFd) -> String {
     format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
 }
 
-/// Places in the guest that a share may not cover, with all below them.
-const GUEST_RESERVED: &[&str] =
-    &["/proc", "/sys", "/dev", "/workspace/input", "/workspace/output", "/workspace/tmp"];
+/// Places in the guest that a share may not cover, with all below and above them. The agent keeps the
+/// device of the shares in `/run/casulo`.
+const GUEST_RESERVED: &[&str] = &[
+    "/proc",
+    "/sys",
+    "/dev",
+    "/run/casulo",
+    "/workspace/input",
+    "/workspace/output",
+    "/workspace/tmp",
+];
 
 fn check_target(target: &str) -> Result<(), ShareError> {
     let fail = |reason| Err(ShareError::Target { target: target.to_owned(), reason });
@@ -237,7 +249,7 @@ fn check_target(target: &str) -> Result<(), ShareError> {
         return fail("it must be a plain path without `.`, `..`, `//` and a slash at the end");
     }
     let path = Path::new(target);
-    if GUEST_RESERVED.iter().any(|r| path.starts_with(r)) || path == Path::new("/workspace") {
+    if GUEST_RESERVED.iter().any(|r| path.starts_with(r) || Path::new(r).starts_with(path)) {
         return fail("the system of the guest or another share has this place");
     }
     Ok(())
@@ -429,6 +441,9 @@ mod tests {
             "/dev",
             "/workspace",
             "/workspace/input/x",
+            "/run",
+            "/run/casulo",
+            "/run/casulo/fs/input",
             "/a\nb",
         ] {
             assert!(check_target(bad).is_err(), "{bad:?}");
@@ -443,6 +458,28 @@ mod tests {
             spec.shares.push(ShareSpec { host, guest: "/data".into(), writable: false });
         }
         assert!(matches!(open_all(&spec), Err(ShareError::Target { .. })));
+    }
+
+    #[test]
+    fn a_place_below_another_one_is_mounted_later() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut spec = SandboxSpec::default();
+        for guest in ["/data/a/b", "/other", "/data/a", "/data"] {
+            let host = folder.path().to_owned();
+            spec.shares.push(ShareSpec { host, guest: guest.into(), writable: false });
+        }
+        let shares = open_all(&spec).unwrap();
+        let order: Vec<_> =
+            shares.iter().map(|s| (s.mount.target.as_str(), s.mount.share.as_str())).collect();
+        assert_eq!(
+            order,
+            [
+                ("/other", "share1"),
+                ("/data", "share3"),
+                ("/data/a", "share2"),
+                ("/data/a/b", "share0"),
+            ]
+        );
     }
 
     #[test]
