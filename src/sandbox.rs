@@ -13,6 +13,7 @@ use casulo_protocol::event::{Event, Phase};
 use casulo_protocol::image::Manifest;
 use casulo_protocol::result::{HostKind, RunResult};
 use casulo_protocol::spec::{OUTPUT_PATH, RunSpec};
+use casulo_protocol::stream::Channel;
 use casulo_protocol::vmm::Counters;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -102,8 +103,9 @@ impl Sandbox {
     /// the command in the guest.
     ///
     /// # Errors
-    /// The guest refused the request or was lost. A command that fails, or cannot be found, is a
-    /// result.
+    /// The guest refused the request or was lost, or an output could not be written (a full disk; a
+    /// reader that goes away, `BrokenPipe`, is no error). A command that fails, or cannot be found, is
+    /// a result.
     pub async fn run(
         &self,
         spec: &RunSpec,
@@ -120,6 +122,11 @@ impl Sandbox {
         request.options.stream = Some(token);
         self.log.push(Event::ExecStarted { at_us: self.log.now_us() });
         let answer = self.streamed(spec, &request, token, stdio, &progress).await?;
+        if let Some((channel, e)) = progress.unwritten() {
+            // The command may well have succeeded, but its caller does not have what it said.
+            let name = if channel == Channel::Stderr { "error" } else { "output" };
+            return Err(Error::io(format!("cannot write the command's standard {name}"), e));
+        }
         let mut result = self.result(&answer);
         result.stdout_bytes = progress.stdout.load(Ordering::Relaxed);
         result.stderr_bytes = progress.stderr.load(Ordering::Relaxed);

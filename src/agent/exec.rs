@@ -3,6 +3,7 @@
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use casulo_protocol::agent::WindowSize;
 use casulo_protocol::stream::{Channel, Decoder, Frame};
@@ -60,6 +61,8 @@ pub(crate) struct Progress {
     pub(crate) stderr: AtomicU64,
     /// Whether the stream waits for the host's side to take output, not for the guest.
     pub(crate) blocked: AtomicBool,
+    /// Why output could not be written: its first failure, but for a reader that went away.
+    unwritten: Mutex<Option<(Channel, io::Error)>>,
 }
 
 impl Progress {
@@ -67,6 +70,20 @@ impl Progress {
     pub(crate) fn bytes(&self) -> u64 {
         let (out, err) = (&self.stdout, &self.stderr);
         out.load(Ordering::Relaxed).saturating_add(err.load(Ordering::Relaxed))
+    }
+
+    /// Takes the reason why output was lost, if it was.
+    pub(crate) fn unwritten(&self) -> Option<(Channel, io::Error)> {
+        self.unwritten.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Output of `channel` could not be written.
+    fn lost(&self, channel: Channel, error: io::Error) {
+        // A reader that closes its end has what it wanted, and a command would be told by SIGPIPE.
+        if error.kind() != io::ErrorKind::BrokenPipe {
+            let mut first = self.unwritten.lock().unwrap_or_else(PoisonError::into_inner);
+            first.get_or_insert((channel, error));
+        }
     }
 }
 
@@ -185,21 +202,24 @@ impl Output {
         Self { writer: Some(writer), ended: false }
     }
 
-    /// Writes; false when nobody reads any more, told once.
-    async fn write(&mut self, data: &[u8]) -> bool {
-        let Some(writer) = &mut self.writer else { return true };
-        if writer.write_all(data).await.is_ok() {
-            return true;
+    /// Writes; the error that ends the output is told once.
+    async fn write(&mut self, data: &[u8]) -> io::Result<()> {
+        let Some(writer) = &mut self.writer else { return Ok(()) };
+        let result = writer.write_all(data).await;
+        if result.is_err() {
+            self.writer = None;
         }
-        self.writer = None;
-        false
+        result
     }
 
-    async fn flush(&mut self) {
-        if let Some(writer) = &mut self.writer {
-            // Whoever reads is gone, or will see the end in a moment.
-            let _ = writer.flush().await;
+    /// As [`Self::write`].
+    async fn flush(&mut self) -> io::Result<()> {
+        let Some(writer) = &mut self.writer else { return Ok(()) };
+        let result = writer.flush().await;
+        if result.is_err() {
+            self.writer = None;
         }
+        result
     }
 }
 
@@ -251,20 +271,33 @@ async fn incoming<R: AsyncRead + Unpin>(
                 return Err(io::Error::other("data after the end of an output"));
             }
             count.fetch_add(u64::try_from(data.len()).unwrap_or(u64::MAX), Ordering::Relaxed);
-            if !output.write(&data).await {
+            if let Err(error) = output.write(&data).await {
+                progress.lost(channel, error);
                 let _ = notices.try_send(Notice::Reset(channel));
             }
         }
         // What was written shows at once, unless more is already there.
         if n < CHUNK {
-            stdout.flush().await;
-            stderr.flush().await;
+            for channel in flush(&mut stdout, &mut stderr, progress).await {
+                let _ = notices.try_send(Notice::Reset(channel));
+            }
         }
         progress.blocked.store(false, Ordering::Relaxed);
     };
-    stdout.flush().await;
-    stderr.flush().await;
+    flush(&mut stdout, &mut stderr, progress).await;
     Ok(status)
+}
+
+/// Flushes both outputs; gives those that failed just now.
+async fn flush(stdout: &mut Output, stderr: &mut Output, progress: &Progress) -> Vec<Channel> {
+    let mut failed = Vec::new();
+    for (channel, output) in [(Channel::Stdout, stdout), (Channel::Stderr, stderr)] {
+        if let Err(error) = output.flush().await {
+            progress.lost(channel, error);
+            failed.push(channel);
+        }
+    }
+    failed
 }
 
 fn name(frame: &Frame) -> &'static str {

@@ -33,6 +33,33 @@ impl AsyncWrite for Sink {
     }
 }
 
+/// A file on a full disk.
+struct Full;
+
+impl AsyncWrite for Full {
+    fn poll_write(
+        self: std::pin::Pin<&mut Self>,
+        _: &mut std::task::Context<'_>,
+        _: &[u8],
+    ) -> std::task::Poll<io::Result<usize>> {
+        std::task::Poll::Ready(Err(io::ErrorKind::StorageFull.into()))
+    }
+
+    fn poll_flush(
+        self: std::pin::Pin<&mut Self>,
+        _: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<io::Result<()>> {
+        std::task::Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(
+        self: std::pin::Pin<&mut Self>,
+        _: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<io::Result<()>> {
+        std::task::Poll::Ready(Ok(()))
+    }
+}
+
 /// The guest's end of a stream.
 struct Guest {
     stream: DuplexStream,
@@ -126,6 +153,21 @@ async fn an_output_that_nobody_reads_is_reset_and_the_rest_goes_on() {
     run.guest.send(&[Frame::Data(Channel::Stderr, b"e".to_vec()), Frame::Exit(13)]).await;
     assert_eq!(run.result.await.unwrap().unwrap(), Some(13));
     assert_eq!(*err.0.lock().unwrap(), b"e");
+    assert!(run.progress.unwritten().is_none(), "a reader that goes away is no failure");
+}
+
+#[tokio::test]
+async fn an_output_that_cannot_be_written_is_remembered() {
+    let stdio = Stdio { stdout: Box::new(Full), ..Stdio::null() };
+    let mut run = start(stdio);
+    run.guest.next().await;
+    run.guest.next().await;
+    run.guest.send(&[Frame::Data(Channel::Stdout, vec![1; 100])]).await;
+    assert_eq!(run.guest.next().await, Frame::Reset(Channel::Stdout));
+    run.guest.send(&[Frame::End(Channel::Stdout), Frame::Exit(0)]).await;
+    assert_eq!(run.result.await.unwrap().unwrap(), Some(0));
+    let (channel, error) = run.progress.unwritten().unwrap();
+    assert_eq!((channel, error.kind()), (Channel::Stdout, io::ErrorKind::StorageFull));
 }
 
 #[tokio::test]

@@ -101,16 +101,20 @@ fn internal(message: String) -> TaskError {
 fn fail(args: &Args, error: &TaskError) -> u8 {
     complain(&error.message);
     if args.json {
-        print_json(&serde_json::json!({ "error": error }));
+        // One failure is told already.
+        let _ = print_json(&serde_json::json!({ "error": error }));
     }
     FAILED
 }
 
-fn print_json(value: &impl serde::Serialize) {
-    if let Ok(mut text) = serde_json::to_vec(value) {
-        text.push(b'\n');
+fn print_json(value: &impl serde::Serialize) -> std::io::Result<()> {
+    let mut text = serde_json::to_vec(value)?;
+    text.push(b'\n');
+    let mut stdout = std::io::stdout();
+    match stdout.write_all(&text).and_then(|()| stdout.flush()) {
         // A reader that is gone does not want it.
-        let _ = std::io::stdout().write_all(&text);
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        other => other,
     }
 }
 
@@ -187,7 +191,7 @@ async fn task(args: &Args, runtime: &Runtime) -> Result<u8, Error> {
         std::mem::forget(sandbox);
     }
     if args.json {
-        print_json(&result);
+        print_json(&result).map_err(|e| Error::io("cannot write the result", e))?;
     } else {
         tell(&result);
     }
