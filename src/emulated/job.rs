@@ -172,12 +172,12 @@ mod tests {
     #[test]
     fn writable_wins_over_readable_and_covers_what_is_below() {
         let (shm, usr) = (PathBuf::from("/dev/shm"), PathBuf::from("/usr"));
-        let both = exports(&[shm.clone()], &[shm.clone(), usr.clone()]).unwrap();
+        let both = exports(std::slice::from_ref(&shm), &[shm.clone(), usr.clone()]).unwrap();
         assert_eq!(paths(&both), [(shm, true), (usr.clone(), false)]);
         // A writable folder below a readable one has an export of its own, mounted after it.
-        let nested = exports(&["/usr/lib".into()], &[usr.clone()]).unwrap();
+        let nested = exports(&["/usr/lib".into()], std::slice::from_ref(&usr)).unwrap();
         assert_eq!(paths(&nested), [(usr.clone(), false), ("/usr/lib".into(), true)]);
-        let covered = exports(&[usr.clone()], &["/usr/lib".into()]).unwrap();
+        let covered = exports(std::slice::from_ref(&usr), &["/usr/lib".into()]).unwrap();
         assert_eq!(paths(&covered), [(usr, true)]);
     }
 

@@ -133,7 +133,16 @@ fn walk(root: &Path, depth: u32, into: &mut BTreeSet<PathBuf>) {
 }
 
 impl Leftovers {
+    /// What is there before a test. A VMM that an earlier test killed may still be ending: nobody
+    /// waits for it but this.
     pub(crate) fn now() -> Self {
+        wait_for("the end of earlier VMMs", || {
+            let now = Self::look();
+            now.processes.is_empty().then_some(now)
+        })
+    }
+
+    fn look() -> Self {
         let processes = fs::read_dir("/proc")
             .unwrap()
             .flatten()
@@ -176,7 +185,7 @@ impl Leftovers {
     pub(crate) fn assert_unchanged(&self) {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            let now = Self::now();
+            let now = Self::look();
             if &now == self {
                 return;
             }
