@@ -1,13 +1,18 @@
 //! `cargo xtask bench boot`: gathers what is needed, has it measured, prints what came out.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use casulo_protocol::image::Manifest;
+use rustix::process::{Pid, Signal};
+use serde::Serialize;
 
-use super::inside::{MEMORY_MIB, Plan, Report, Row};
+use super::inside::{self, ALL, Line, MEMORY_MIB, Plan, Row};
 use super::memory::Process;
 use super::table::{median, render, spread};
 use super::{measure, rivals};
@@ -15,6 +20,9 @@ use crate::{build, paths};
 
 /// Memory of the emulated host in MiB.
 const HOST_MEMORY: &str = "3072";
+
+/// How long a contender may take altogether before it is given up.
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Options.
 #[derive(clap::Args)]
@@ -67,10 +75,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         command.env("TMPDIR", "/dev/shm");
     }
     command.args(["bench", "inside"]).arg(&file).current_dir(&cache);
-    let output = command.stdin(Stdio::null()).stderr(Stdio::inherit()).output()?;
-    ensure!(output.status.success(), "the measurement failed: {}", output.status);
-    let report: Report =
-        serde_json::from_slice(&output.stdout).context("the measurement printed no report")?;
+    let report = collect(&mut command)?;
     let text = if args.json {
         serde_json::to_string_pretty(&report)? + "\n"
     } else {
@@ -79,8 +84,62 @@ pub(crate) fn run(args: Args) -> Result<()> {
     print(&text)
 }
 
+/// What was measured, as far as it went.
+#[derive(Serialize)]
+struct Report {
+    rows: Vec<Row>,
+    timings: Result<Vec<serde_json::Value>, String>,
+}
+
+/// Runs the measurement. One that stops in the middle leaves rows without figures.
+fn collect(command: &mut Command) -> Result<Report> {
+    let mut report = Report { rows: Vec::new(), timings: Err("not measured".to_owned()) };
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot start {command:?}"))?;
+    let stdout = child.stdout.take().context("no standard output")?;
+    let (tell, told) = mpsc::channel();
+    let reader = std::thread::spawn(move || {
+        for line in BufReader::new(stdout).lines().map_while(std::io::Result::ok) {
+            if tell.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    let failure = loop {
+        match told.recv_timeout(PATIENCE) {
+            Ok(line) => match serde_json::from_str(&line).context("the report is broken")? {
+                Line::Row(row) => report.rows.push(row),
+                Line::Timings(timings) => report.timings = timings,
+            },
+            Err(RecvTimeoutError::Disconnected) => {
+                let status = child.wait()?;
+                break (!status.success()).then(|| format!("the measurement ended: {status}"));
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                // `casulo emulated-host` passes the first on, and heeds the second.
+                let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+                for pid in pid.into_iter().cycle().take(2) {
+                    let _ = rustix::process::kill_process(pid, Signal::TERM);
+                }
+                child.wait()?;
+                break Some(format!("nothing came for {} minutes", PATIENCE.as_secs() / 60));
+            }
+        }
+    };
+    // What it reads from has ended.
+    let _ = reader.join();
+    if let Some(reason) = failure {
+        ensure!(!report.rows.is_empty(), "nothing was measured: {reason}");
+        let first = report.rows.len();
+        report.rows.extend(ALL.iter().skip(first).map(|name| inside::missing(name, &reason)));
+    }
+    Ok(report)
+}
+
 fn print(text: &str) -> Result<()> {
-    use std::io::Write;
     Ok(std::io::stdout().write_all(text.as_bytes())?)
 }
 

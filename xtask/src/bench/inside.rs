@@ -4,6 +4,7 @@
 //! memory, as its root lies on a network file system), and each runs once before it is measured.
 
 use std::fs;
+use std::io::Write;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -24,6 +25,14 @@ pub(super) const MEMORY_MIB: u64 = 128;
 const FIRECRACKER_CMDLINE: &str = "console=ttyS0 quiet reboot=k panic=-1 pci=off \
     8250.nr_uarts=1 i8042.noaux i8042.nomux i8042.nopnp i8042.dumbkbd random.trust_cpu=on \
     tsc=reliable no_timer_check root=/dev/vda rootfstype=erofs ro init=/init";
+
+const PROCESS: &str = "no microVM: busybox echo";
+const CASULO: &str = "casulo run -- /bin/echo";
+const CASULO_TRUE: &str = "casulo run -- /bin/true";
+const FIRECRACKER: &str = "Firecracker 1.12.1, static init";
+const MICROSANDBOX: &str = "msb run -- /bin/echo (0.7.11)";
+/// All contenders, in the order in which they are measured.
+pub(super) const ALL: [&str; 5] = [PROCESS, CASULO, CASULO_TRUE, FIRECRACKER, MICROSANDBOX];
 
 /// Options.
 #[derive(clap::Args)]
@@ -47,12 +56,12 @@ pub(super) struct Plan {
     pub(super) emulated: bool,
 }
 
-/// What was measured.
+/// A line on standard output: what is known so far does not depend on what comes after.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Report {
-    pub(super) rows: Vec<Row>,
+pub(super) enum Line {
+    Row(Row),
     /// What `casulo run --timings --json` says, run by run.
-    pub(super) timings: Result<Vec<serde_json::Value>, String>,
+    Timings(Result<Vec<serde_json::Value>, String>),
 }
 
 /// What was measured of one contender. What could not be is a reason.
@@ -79,31 +88,33 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let work = tempfile::tempdir()?;
     let bench = Bench { measure, plan, work: work.path().to_owned() };
     bench.copy_casulo()?;
-    let rows = vec![
-        bench.row(bench.process()),
-        bench.row(bench.casulo("casulo run -- /bin/echo", "/bin/echo", Some("x\n"))),
-        bench.row(bench.casulo("casulo run -- /bin/true", "/bin/true", None)),
-        match bench.firecracker() {
-            Ok(contender) => bench.row(contender),
-            Err(reason) => missing("Firecracker", &reason),
-        },
-        match bench.microsandbox() {
-            Ok(contender) => bench.row(contender),
-            Err(reason) => missing("msb run -- /bin/echo", &reason),
-        },
-    ];
-    let report = Report { rows, timings: bench.timings().map_err(|e| format!("{e:#}")) };
-    serde_json::to_writer(std::io::stdout(), &report)?;
-    Ok(())
+    say(&Line::Row(bench.row(bench.process())))?;
+    say(&Line::Row(bench.row(bench.casulo("/bin/echo", Some("x\n")))))?;
+    say(&Line::Row(bench.row(bench.casulo("/bin/true", None))))?;
+    say(&Line::Timings(bench.timings().map_err(|e| format!("{e:#}"))))?;
+    say(&Line::Row(match bench.firecracker() {
+        Ok(contender) => bench.row(contender),
+        Err(reason) => missing(FIRECRACKER, &format!("{reason:#}")),
+    }))?;
+    say(&Line::Row(match bench.microsandbox() {
+        Ok(contender) => bench.row(contender),
+        Err(reason) => missing(MICROSANDBOX, &format!("{reason:#}")),
+    }))
 }
 
-fn missing(name: &str, reason: &anyhow::Error) -> Row {
-    let reason = format!("{reason:#}");
+fn say(line: &Line) -> Result<()> {
+    let mut text = serde_json::to_vec(line)?;
+    text.push(b'\n');
+    Ok(std::io::stdout().write_all(&text)?)
+}
+
+/// A row without figures.
+pub(super) fn missing(name: &str, reason: &str) -> Row {
     Row {
         name: name.to_owned(),
-        runs: Err(reason.clone()),
-        exits: Err(reason.clone()),
-        memory: Err(reason),
+        runs: Err(reason.to_owned()),
+        exits: Err(reason.to_owned()),
+        memory: Err(reason.to_owned()),
     }
 }
 
@@ -173,11 +184,7 @@ impl Bench {
             };
             command
         };
-        Contender {
-            name: "no microVM: busybox echo",
-            marker: Some("x\n"),
-            command: Box::new(command),
-        }
+        Contender { name: PROCESS, marker: Some("x\n"), command: Box::new(command) }
     }
 
     fn casulo_command(&self) -> Command {
@@ -192,12 +199,7 @@ impl Bench {
         command
     }
 
-    fn casulo(
-        &self,
-        name: &'static str,
-        program: &'static str,
-        marker: Option<&'static str>,
-    ) -> Contender {
+    fn casulo(&self, program: &'static str, marker: Option<&'static str>) -> Contender {
         let base = self.casulo_command();
         let command = move |hold: bool| {
             let mut command = copy_of(&base);
@@ -208,6 +210,7 @@ impl Bench {
             };
             command
         };
+        let name = if marker.is_some() { CASULO } else { CASULO_TRUE };
         Contender { name, marker, command: Box::new(command) }
     }
 
@@ -282,11 +285,7 @@ impl Bench {
             command
         };
         // The serial port turns one into the other.
-        Ok(Contender {
-            name: "Firecracker, static init",
-            marker: Some("x\r\n"),
-            command: Box::new(command),
-        })
+        Ok(Contender { name: FIRECRACKER, marker: Some("x\r\n"), command: Box::new(command) })
     }
 
     fn microsandbox(&self) -> Result<Contender> {
@@ -313,11 +312,7 @@ impl Bench {
             };
             command
         };
-        Ok(Contender {
-            name: "msb run -- /bin/echo",
-            marker: Some("x\n"),
-            command: Box::new(command),
-        })
+        Ok(Contender { name: MICROSANDBOX, marker: Some("x\n"), command: Box::new(command) })
     }
 
     /// Where Casulo's time goes, in its own words.

