@@ -293,10 +293,13 @@ fn forget_capabilities() {
     }
 }
 
-/// The agent ignores SIGPIPE (as every Rust program) and blocks SIGCHLD; a program expects neither.
+/// The agent ignores SIGPIPE (as every Rust program) and blocks SIGCHLD, and whoever started it may
+/// have had it ignore others (`nohup`, a shell's `&`); a program expects none of that.
 fn reset_signals() {
-    // SAFETY: sets the disposition of one signal to its default.
-    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+    for signal in 1..=libc::SIGSYS {
+        // SAFETY: sets the disposition of one signal to its default; for SIGKILL and SIGSTOP it fails.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
     let none = crate::reaper::empty_signal_set();
     // SAFETY: reads a valid set; no old set is asked for.
     unsafe { libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut()) };
