@@ -225,19 +225,20 @@ fn memory(rows: &[Row]) -> String {
         }
     }
     let heading =
-        ["process, guest up", "guest memory", "beside it", "of it private", "page tables"];
+        ["process, guest up", "guest memory", "beside it", "of it anonymous", "page tables"];
     format!(
         "\nMemory in KiB by /proc/PID/smaps. Guest memory is the mapping of {MEMORY_MIB} MiB or more; \
-         what is beside it and not private\nare pages of the program's file, which all processes of \
+         what is beside it and not anonymous\nare pages of the program's file, which all processes of \
          the program share.\n\n{}{text}",
         render(&heading, &cells)
     )
 }
 
 fn memory_cells(contender: &str, process: &Process) -> Vec<String> {
-    let contender = contender.split([' ', ',']).next().unwrap_or_default();
+    let contender = contender.split_once(':').map_or(contender, |(name, _)| name);
+    let contender = contender.split(" -- ").next().unwrap_or_default();
     let mut cells = vec![format!("{contender}: {}", process.name)];
-    let figures = [process.guest, process.resident, process.private, process.tables];
+    let figures = [process.guest, process.resident, process.anonymous, process.tables];
     cells.extend(figures.iter().map(u64::to_string));
     cells
 }

@@ -16,8 +16,8 @@ pub(super) struct Process {
     pub(super) guest: u64,
     /// Resident beside it: program text and libraries included, which processes share.
     pub(super) resident: u64,
-    /// Of this: written to, and so of this process alone.
-    pub(super) private: u64,
+    /// Of this: what belongs to no file, or was changed, and so is of this process alone.
+    pub(super) anonymous: u64,
     /// Page tables.
     pub(super) tables: u64,
 }
@@ -47,7 +47,7 @@ fn field(text: &str, name: &str) -> u64 {
 }
 
 fn sum(smaps: &str, guest_mib: u64, name: String) -> Process {
-    let mut process = Process { name, guest: 0, resident: 0, private: 0, tables: 0 };
+    let mut process = Process { name, guest: 0, resident: 0, anonymous: 0, tables: 0 };
     let mut size = 0;
     for line in smaps.lines() {
         let Some((key, value)) = line.split_once(':') else { continue };
@@ -57,7 +57,7 @@ fn sum(smaps: &str, guest_mib: u64, name: String) -> Process {
             "Size" => size = kib,
             "Rss" if guest => process.guest += kib,
             "Rss" => process.resident += kib,
-            "Private_Dirty" if !guest => process.private += kib,
+            "Anonymous" if !guest => process.anonymous += kib,
             _ => {}
         }
     }
@@ -71,17 +71,17 @@ mod tests {
     #[test]
     fn the_memory_of_the_guest_is_told_apart() {
         let smaps = "7f0000000000-7f0008000000 rw-p 00000000 00:00 0 \n\
-            Size:             131072 kB\nRss:               40960 kB\nPrivate_Dirty:     40960 kB\n\
+            Size:             131072 kB\nRss:               40960 kB\nAnonymous:     40960 kB\n\
             55d000000000-55d000100000 r-xp 00000000 fe:01 12                 /usr/bin/a: b\n\
-            Size:               1024 kB\nRss:                 800 kB\nPrivate_Dirty:         4 kB\n";
+            Size:               1024 kB\nRss:                 800 kB\nAnonymous:         4 kB\n";
         let process = sum(smaps, 128, "vmm".to_owned());
-        assert_eq!((process.guest, process.resident, process.private), (40960, 800, 4));
+        assert_eq!((process.guest, process.resident, process.anonymous), (40960, 800, 4));
     }
 
     #[test]
     fn this_process_is_found() {
         let list = tree(std::process::id(), 1 << 20).unwrap();
         let first = &list[0];
-        assert!(first.resident > 100 && first.private > 10 && first.guest == 0, "{first:?}");
+        assert!(first.resident > 100 && first.anonymous > 10 && first.guest == 0, "{first:?}");
     }
 }
