@@ -1,17 +1,21 @@
 //! Requests, good and bad, against a disk of eight sectors.
 
-use super::*;
-
+use std::fs::File;
 use std::sync::Arc;
 
 use proptest::prelude::*;
+use virtio_bindings::bindings::virtio_blk::*;
 use virtio_bindings::bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
+use virtio_queue::Queue;
 use virtio_queue::desc::RawDescriptor;
 use virtio_queue::mock::MockSplitQueue;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::devices::virtio::Interrupt;
+use super::BlockDevice;
+use super::device::{QUEUE_SIZE, SEG_MAX};
+use crate::devices::virtio::chain::Descriptor;
+use crate::devices::virtio::{Activation, DeviceError, GuestMemory, Interrupt, VirtioDevice};
 
 const SECTORS: u64 = 8;
 const HEADER: u64 = 0x10_0000;

@@ -305,5 +305,4 @@ fn set_queue_register(queue: &mut QueueSetup, offset: u64, value: u32) {
 }
 
 #[cfg(test)]
-#[path = "mmio_tests.rs"]
 mod tests;

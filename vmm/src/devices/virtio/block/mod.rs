@@ -1,0 +1,12 @@
+//! virtio-blk over a file, read-only or writable.
+//!
+//! Data moves between the file and guest memory without a copy. Every request is checked before the file is
+//! touched; one that asks for what is not there fails by its status byte, one that has no room for a status
+//! byte breaks the rules of the device and fails the device.
+
+mod device;
+mod request;
+#[cfg(test)]
+mod tests;
+
+pub use self::device::BlockDevice;
