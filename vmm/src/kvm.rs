@@ -7,7 +7,7 @@ use kvm_ioctls::{Cap, Kvm, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MmapRegion};
 
 use crate::devices::virtio::GuestMemory;
-use crate::memory::{KVM_IDENTITY_MAP, KVM_TSS, VIRTIO_START};
+use crate::layout::{KVM_IDENTITY_MAP, KVM_TSS, VIRTIO_START};
 
 const API_VERSION: i32 = 12;
 

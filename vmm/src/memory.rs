@@ -1,14 +1,4 @@
-//! Guest memory, and the one place that decides where things lie in guest physical space.
-//!
-//! ```text
-//! 0            low memory: boot structures (see `arch::x86_64::boot`), EBDA, legacy hole
-//! 1 MiB        kernel
-//! …            RAM up to 3 GiB
-//! 3 GiB        hole: register pages of virtio devices, IOAPIC, local APIC, KVM's own pages
-//! 4 GiB        the rest of RAM
-//! ```
-//! Guest physical space is kept low: some hosts (nested, paravirtual) walk fewer address bits than
-//! they report.
+//! Guest memory: the mappings behind the RAM of [`crate::layout`].
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -16,23 +6,7 @@ use std::sync::Arc;
 use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 use crate::devices::virtio::GuestMemory;
-
-/// Start of the hole in RAM for devices.
-pub const HOLE_START: u64 = 3 << 30;
-/// End of the hole: RAM goes on here.
-pub const HOLE_END: u64 = 4 << 30;
-/// First register page of a virtio device; one page each.
-pub const VIRTIO_START: u64 = 0xd000_0000;
-/// Size of a virtio device's register page in bytes.
-pub const VIRTIO_SIZE: u64 = 0x1000;
-/// The IOAPIC, where every PC has it.
-pub const IOAPIC: u64 = 0xfec0_0000;
-/// The local APIC, where every PC has it.
-pub const LOCAL_APIC: u64 = 0xfee0_0000;
-/// One page that KVM uses for an identity map on Intel before the guest enables paging.
-pub const KVM_IDENTITY_MAP: u64 = 0xfffb_c000;
-/// Three pages that KVM uses for a task state segment on Intel.
-pub const KVM_TSS: u64 = 0xfffb_d000;
+use crate::layout;
 
 /// Least and most guest memory in MiB.
 pub const MEMORY_MIB: std::ops::RangeInclusive<u32> = 32..=1 << 20;
@@ -63,13 +37,7 @@ pub fn ranges(memory_mib: u32) -> Result<Vec<(u64, u64)>, MemoryError> {
     if !MEMORY_MIB.contains(&memory_mib) {
         return Err(MemoryError::Size(memory_mib));
     }
-    let bytes = u64::from(memory_mib) << 20;
-    let low = bytes.min(HOLE_START);
-    let mut ranges = vec![(0, low)];
-    if bytes > low {
-        ranges.push((HOLE_END, bytes - low));
-    }
-    Ok(ranges)
+    Ok(layout::ram(u64::from(memory_mib) << 20))
 }
 
 /// Maps guest memory: anonymous, 2 MiB aligned, with transparent huge pages where the host has them.
@@ -131,39 +99,10 @@ mod tests {
     use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion};
 
     #[test]
-    fn small_memory_is_one_range() {
-        assert_eq!(ranges(32).unwrap(), [(0, 32 << 20)]);
-        assert_eq!(ranges(3072).unwrap(), [(0, 3 << 30)]);
-    }
-
-    #[test]
-    fn large_memory_goes_on_beyond_the_hole() {
-        assert_eq!(ranges(3073).unwrap(), [(0, 3 << 30), (4 << 30, 1 << 20)]);
-        assert_eq!(ranges(8192).unwrap(), [(0, 3 << 30), (4 << 30, 5 << 30)]);
-    }
-
-    #[test]
     fn sizes_outside_of_the_limits_are_refused() {
         for mib in [0, 1, 31, (1 << 20) + 1, u32::MAX] {
             assert!(matches!(ranges(mib), Err(MemoryError::Size(n)) if n == mib));
         }
-    }
-
-    #[test]
-    fn devices_lie_in_the_hole_and_apart() {
-        let mut places = [
-            (VIRTIO_START, VIRTIO_SIZE * 64),
-            (IOAPIC, 0x1000),
-            (LOCAL_APIC, 0x1000),
-            (KVM_IDENTITY_MAP, 0x1000),
-            (KVM_TSS, 0x3000),
-        ];
-        places.sort_unstable();
-        for pair in places.windows(2) {
-            assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:x?}");
-        }
-        assert!(places[0].0 >= HOLE_START);
-        assert!(places[4].0 + places[4].1 <= HOLE_END);
     }
 
     #[test]

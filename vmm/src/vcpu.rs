@@ -6,10 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use casulo_protocol::vmm::ExitReason;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
-use crate::devices::bus::Ports;
+use crate::devices::bus::Bus;
 use crate::devices::i8042::Reset;
-use crate::devices::virtio::mmio::MmioTransport;
-use crate::memory::{VIRTIO_SIZE, VIRTIO_START};
 
 /// Exits of one vCPU; written by its thread alone.
 #[derive(Debug, Default)]
@@ -22,41 +20,12 @@ pub struct ExitCounters {
     pub pio: AtomicU64,
 }
 
-/// The machine as an exit sees it.
-pub struct Machine {
-    /// Ports.
-    pub ports: Ports,
-    /// Virtio devices, in the order of their addresses.
-    pub virtio: Vec<MmioTransport>,
-}
-
-impl Machine {
-    fn virtio_at(&self, address: u64) -> Option<(&MmioTransport, u64)> {
-        let offset = address.checked_sub(VIRTIO_START)?;
-        let index = usize::try_from(offset / VIRTIO_SIZE).ok()?;
-        Some((self.virtio.get(index)?, offset % VIRTIO_SIZE))
-    }
-
-    fn mmio_read(&self, address: u64, data: &mut [u8]) {
-        match self.virtio_at(address) {
-            Some((device, offset)) => device.read(offset, data),
-            None => data.fill(0xff),
-        }
-    }
-
-    fn mmio_write(&self, address: u64, data: &[u8]) {
-        if let Some((device, offset)) = self.virtio_at(address) {
-            device.write(offset, data);
-        }
-    }
-}
-
 /// One vCPU.
 pub struct Vcpu {
     /// KVM's end.
     pub fd: VcpuFd,
     /// Shared by all vCPUs.
-    pub machine: Arc<Machine>,
+    pub bus: Arc<Bus>,
     /// Its own.
     pub counters: Arc<ExitCounters>,
 }
@@ -97,19 +66,19 @@ impl Vcpu {
         match exit {
             Ok(VcpuExit::MmioRead(address, data)) => {
                 count(&self.counters.mmio);
-                self.machine.mmio_read(address, data);
+                self.bus.mmio_read(address, data);
             }
             Ok(VcpuExit::MmioWrite(address, data)) => {
                 count(&self.counters.mmio);
-                self.machine.mmio_write(address, data);
+                self.bus.mmio_write(address, data);
             }
             Ok(VcpuExit::IoIn(port, data)) => {
                 count(&self.counters.pio);
-                self.machine.ports.read(port, data);
+                self.bus.port_read(port, data);
             }
             Ok(VcpuExit::IoOut(port, data)) => {
                 count(&self.counters.pio);
-                if let Some(Reset) = self.machine.ports.write(port, data) {
+                if let Some(Reset) = self.bus.port_write(port, data) {
                     return Some(Stop::Reset);
                 }
             }

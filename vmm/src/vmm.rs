@@ -4,12 +4,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use casulo_protocol::vmm::{Counters, ExitReason, Message, Request};
+use casulo_protocol::vmm::{Counters, Message, Request};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::builder::{self, Parts, Vm};
+use crate::config::MachineConfig;
 use crate::control::{Control, ControlError};
 use crate::devices::virtio::vsock::VsockEvent;
+use crate::vm::Vm;
 
 /// Bytes of the console that come with the end of the guest.
 const CONSOLE_AT_END: usize = 16 * 1024;
@@ -41,7 +42,7 @@ fn start(control: &mut Control) -> Result<Result<Vm, Message>, ControlError> {
         Err(error @ ControlError::Packet(_)) => return Ok(Err(failed("protocol", &error))),
         Err(error) => return Err(error),
     };
-    let built = Parts::new(config, descriptors).and_then(builder::build);
+    let built = MachineConfig::from_request(config, descriptors).and_then(MachineConfig::build);
     Ok(built.map_err(|error| failed(error.phase(), &error)))
 }
 
@@ -62,9 +63,9 @@ fn serve(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlErr
             Err(error) => return Err(std::io::Error::from(error).into()),
         }
         let [asked, ended, connected] = fds.map(|fd| !fd.revents().is_empty());
-        if ended && let Ok(reason) = vm.ended.try_recv() {
+        if ended && let Some(reason) = vm.try_wait() {
             let message = Message::Exited {
-                reason: with_panic(reason, vm),
+                reason,
                 console: vm.console.tail(CONSOLE_AT_END),
                 counters: counters(vm, build_us),
             };
@@ -112,14 +113,6 @@ fn answer(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlEr
         Request::Listen { port } => vm.vsock.listen(port).map_err(ControlError::Io),
         Request::Start(_) => Err(ControlError::Packet("a VM is started once".into())),
     }
-}
-
-/// A reset after a panic of the guest kernel is no orderly end.
-fn with_panic(reason: ExitReason, vm: &Vm) -> ExitReason {
-    if reason == ExitReason::Reset && vm.console.shows_panic() {
-        return ExitReason::Panic;
-    }
-    reason
 }
 
 fn counters(vm: &Vm, build_us: u64) -> Counters {

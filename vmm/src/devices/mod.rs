@@ -20,12 +20,11 @@ use self::virtio::worker::Worker;
 use self::virtio::{GuestMemory, Interrupt, VirtioDevice};
 use crate::arch::x86_64::boot::MmioDevice;
 use crate::builder::BuildError;
+use crate::irq::{Lines, VIRTIO_LINES};
 use crate::jail::seccomp::Kind;
 use crate::kvm::refused;
-use crate::memory::{VIRTIO_SIZE, VIRTIO_START, map_pages};
-
-/// Interrupt lines for virtio devices: those of the IOAPIC that no legacy device has.
-const LINES: [u32; 17] = [5, 6, 7, 9, 10, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23];
+use crate::layout::{self, VIRTIO_SIZE};
+use crate::memory::map_pages;
 
 /// Virtio devices in their places.
 pub struct Attached {
@@ -46,18 +45,20 @@ impl Attached {
         devices: Vec<(Box<dyn VirtioDevice>, Kind)>,
         memory: &Arc<GuestMemory>,
         console: &Console,
+        lines: &mut Lines,
     ) -> Result<Self, BuildError> {
-        if devices.len() > LINES.len() {
-            let (count, most) = (devices.len(), LINES.len());
-            return Err(BuildError::Config(format!(
+        let (count, most) = (devices.len(), VIRTIO_LINES.len());
+        let too_many = || {
+            BuildError::Config(format!(
                 "{count} devices, a VM has room for {most}; use fewer disks"
-            )));
-        }
+            ))
+        };
         let size = devices.len().max(1) * usize::try_from(VIRTIO_SIZE).unwrap_or(4096);
         let pages = map_pages(NonZeroUsize::new(size).unwrap_or(NonZeroUsize::MIN))?;
         let mut attached =
             Self { pages, places: Vec::new(), transports: Vec::new(), threads: Vec::new() };
-        for (index, ((device, kind), irq)) in devices.into_iter().zip(LINES).enumerate() {
+        for (index, (device, kind)) in devices.into_iter().enumerate() {
+            let irq = lines.virtio().ok_or_else(too_many)?;
             attached.attach(vm, index, device, kind, irq, memory, console)?;
         }
         Ok(attached)
@@ -70,13 +71,13 @@ impl Attached {
         index: usize,
         device: Box<dyn VirtioDevice>,
         kind: Kind,
-        irq: u32,
+        irq: u8,
         memory: &Arc<GuestMemory>,
         console: &Console,
     ) -> Result<(), BuildError> {
-        let address = VIRTIO_START + index as u64 * VIRTIO_SIZE;
+        let address = layout::virtio(index);
         let line = Arc::new(event()?);
-        vm.register_irqfd(&line, irq).map_err(refused("connect an interrupt"))?;
+        vm.register_irqfd(&line, irq.into()).map_err(refused("connect an interrupt"))?;
         let queue_sizes = device.queue_sizes();
         let mut kicks = Vec::with_capacity(queue_sizes.len());
         for queue in 0..queue_sizes.len() {

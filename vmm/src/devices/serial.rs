@@ -10,8 +10,6 @@ use vmm_sys_util::eventfd::EventFd;
 
 /// First port of COM1.
 pub const PORT: u16 = 0x3f8;
-/// Interrupt line of COM1.
-pub const IRQ: u32 = 4;
 /// Bytes of console that are kept.
 pub const CONSOLE_SIZE: usize = 64 * 1024;
 

@@ -9,6 +9,10 @@
 //!    the owner root may reach.
 //! 3. [`landlock::restrict`]: no file system but the share roots, no network, no signals to others.
 //! 4. One [`seccomp`] filter for each kind of thread, before the first `KVM_RUN`.
+//!
+//! The first two and the jail of the calling thread are for a process that is nothing but a VMM, as
+//! `casulo-vmm` is; a program that embeds the library has a jail around the threads of the VM alone
+//! ([`Confine`]).
 
 pub mod filter;
 pub mod landlock;
@@ -18,6 +22,19 @@ use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use casulo_protocol::vmm::CONTROL_FD;
+
+/// What of this process is jailed when a VM is built.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Confine {
+    /// The threads of the VM: each has Landlock and its own filter. The calling thread stays free.
+    #[default]
+    Threads,
+    /// Also the calling thread, which can do little but serve the control socket afterwards. For a
+    /// process that has no other work.
+    Process,
+    /// Nothing. For debugging: a guest that breaks out of a device is this process then.
+    Nothing,
+}
 
 /// Most descriptors that the VMM may hold: the file server keeps one for each file the guest knows.
 const MAX_DESCRIPTORS: u64 = 65_536;

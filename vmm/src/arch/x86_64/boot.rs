@@ -1,11 +1,5 @@
-//! Boot structures in low guest memory, for the [64-bit boot protocol] of Linux.
+//! Boot structures in low guest memory (see [`crate::layout`]), for the [64-bit boot protocol] of Linux.
 //!
-//! ```text
-//! 0x0500   GDT: null, 64-bit code, data, TSS      0x0520   empty IDT
-//! 0x7000   zero page (struct boot_params)         0x9000   PML4, PDPT, one page directory
-//! 0x8ff0   first stack                            0x20000  command line
-//! 0x9fc00  EBDA: MP table, the last KiB below the legacy hole
-//! ```
 //! [64-bit boot protocol]: https://docs.kernel.org/arch/x86/boot.html#id1
 
 use std::ffi::CString;
@@ -15,27 +9,7 @@ use linux_loader::loader::bootparam::{boot_e820_entry, boot_params};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 use crate::devices::virtio::GuestMemory;
-
-/// Global descriptor table.
-pub const GDT: u64 = 0x500;
-/// Interrupt descriptor table; empty, the kernel loads its own before it enables interrupts.
-pub const IDT: u64 = 0x520;
-/// `struct boot_params`.
-pub const ZERO_PAGE: u64 = 0x7000;
-/// First stack pointer.
-pub const STACK: u64 = 0x8ff0;
-/// Top level page table.
-pub const PML4: u64 = 0x9000;
-const PDPT: u64 = 0xa000;
-const PAGE_DIRECTORY: u64 = 0xb000;
-/// Kernel command line.
-pub const CMDLINE: u64 = 0x2_0000;
-/// Largest command line in bytes, the final zero included (`COMMAND_LINE_SIZE` of Linux on x86).
-pub const CMDLINE_SIZE: usize = 2048;
-/// Extended BIOS data area, where Linux looks for the MP table.
-pub const EBDA: u64 = 0x9_fc00;
-/// Start of RAM above the legacy hole.
-pub const HIGH_MEMORY: u64 = 0x10_0000;
+use crate::layout::{CMDLINE, CMDLINE_SIZE, GDT, IDT, PAGE_DIRECTORY, PDPT, PML4, ZERO_PAGE, e820};
 
 const E820_RAM: u32 = 1;
 /// "HdrS", and a boot loader without an assigned number.
@@ -65,7 +39,7 @@ pub struct MmioDevice {
     /// Bytes of its registers.
     pub size: u64,
     /// Interrupt line.
-    pub irq: u32,
+    pub irq: u8,
 }
 
 /// The whole command line: `base`, the devices, `--` and the arguments of process 1.
@@ -76,7 +50,12 @@ pub fn cmdline(
 ) -> Result<CString, CmdlineError> {
     let mut line = Cmdline::try_from(base, CMDLINE_SIZE)?;
     for device in devices {
-        line.add_virtio_mmio_device(device.size, GuestAddress(device.address), device.irq, None)?;
+        line.add_virtio_mmio_device(
+            device.size,
+            GuestAddress(device.address),
+            device.irq.into(),
+            None,
+        )?;
     }
     for argument in init_args {
         if argument.is_empty() || argument.contains(|c: char| c.is_whitespace() || c == '"') {
@@ -85,20 +64,6 @@ pub fn cmdline(
         line.insert_init_args(argument)?;
     }
     Ok(line.as_cstring()?)
-}
-
-/// Ranges of RAM for the kernel: without the EBDA and the legacy hole below 1 MiB.
-#[must_use]
-pub fn e820(ranges: &[(u64, u64)]) -> Vec<(u64, u64)> {
-    let mut map = vec![(0, EBDA)];
-    for &(start, size) in ranges {
-        let end = start + size;
-        let start = start.max(HIGH_MEMORY);
-        if end > start {
-            map.push((start, end - start));
-        }
-    }
-    map
 }
 
 /// Writes GDT, page tables, zero page and command line.
@@ -144,15 +109,6 @@ fn write_page_tables(memory: &GuestMemory) -> Result<(), GuestMemoryError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_memory_map_leaves_out_the_legacy_hole() {
-        assert_eq!(e820(&[(0, 32 << 20)]), [(0, 0x9fc00), (0x10_0000, 31 << 20)]);
-        assert_eq!(
-            e820(&[(0, 3 << 30), (4 << 30, 1 << 30)]),
-            [(0, 0x9fc00), (0x10_0000, (3 << 30) - (1 << 20)), (4 << 30, 1 << 30)]
-        );
-    }
 
     #[test]
     fn page_tables_map_a_gib_onto_itself() {

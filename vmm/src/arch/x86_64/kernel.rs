@@ -13,10 +13,9 @@ use linux_loader::loader::{Elf, KernelLoader};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{GuestAddress, ReadVolatile, VolatileMemoryError, VolatileSlice};
 
-use crate::arch::x86_64::boot::HIGH_MEMORY;
 use crate::devices::virtio::GuestMemory;
 use crate::io::read_exact_at;
-use crate::memory::HOLE_START;
+use crate::layout::{HIGH_MEMORY, HOLE_START};
 
 const HEADER_SIZE: usize = 64;
 const PROGRAM_HEADER_SIZE: usize = 56;

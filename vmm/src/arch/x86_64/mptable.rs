@@ -4,16 +4,14 @@
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
-use super::boot::EBDA;
 use crate::devices::virtio::GuestMemory;
-use crate::memory::{IOAPIC, LOCAL_APIC};
+use crate::irq::IOAPIC_PINS;
+use crate::layout::{EBDA, IOAPIC, LOCAL_APIC};
 
 /// Most CPUs that the KiB of the EBDA has room for.
 pub const MAX_CPUS: u8 = 32;
-/// Pins of KVM's IOAPIC.
-pub const IOAPIC_PINS: u8 = 24;
 
-const EBDA_SIZE: usize = 1024;
+const EBDA_SIZE: usize = crate::layout::EBDA_SIZE as usize;
 const SPECIFICATION: u8 = 4;
 const APIC_VERSION: u8 = 0x14;
 const CPU_ENABLED: u8 = 1;
@@ -27,8 +25,6 @@ const INTERRUPT_EXTERNAL: u8 = 3;
 const ALL_LOCAL_APICS: u8 = 0xff;
 
 /// The table for `cpus` CPUs (1 to [`MAX_CPUS`]) and the interrupt lines in use, as it lies at [`EBDA`].
-///
-/// Linux programs each line that the table names, at some 50 µs each, so idle ones are left out.
 #[must_use]
 pub fn build(cpus: u8, lines: &[u8]) -> Vec<u8> {
     let ioapic_id = cpus;

@@ -4,7 +4,8 @@ use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
 use vm_memory::GuestAddress;
 
-use super::boot::{GDT, GDT_ENTRIES, IDT, PML4, STACK, ZERO_PAGE};
+use super::boot::GDT_ENTRIES;
+use crate::layout::{GDT, IDT, PML4, STACK, ZERO_PAGE};
 
 const CR0_PE: u64 = 1;
 const CR0_PG: u64 = 1 << 31;

@@ -16,7 +16,7 @@ use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{Bytes, MmapRegion, VolatileMemory, VolatileSlice};
 
 use super::{INTERRUPT_CONFIG, INTERRUPT_QUEUE};
-use crate::memory::VIRTIO_SIZE;
+use crate::layout::VIRTIO_SIZE;
 
 /// Offsets of the registers, virtio 1.2, 4.2.2.
 pub mod register {
