@@ -1,4 +1,4 @@
-//! What a developer or a new user runs: `cargo xtask build|test|demo|bench|kernel|images|dist`.
+//! What a developer or a new user runs: `cargo xtask build|test|demo|bench|fuzz|kernel|images|dist`.
 
 use std::process::ExitCode;
 
@@ -10,6 +10,7 @@ mod build;
 mod demo;
 mod dist;
 mod emulated;
+mod fuzz;
 mod images;
 mod kernel;
 mod paths;
@@ -34,6 +35,8 @@ enum Command {
     Demo(demo::Args),
     /// Measure Casulo and its rivals
     Bench(bench::Args),
+    /// Random programs of a hostile guest against every parser of its bytes
+    Fuzz(fuzz::Args),
     /// The guest kernel
     Kernel(kernel::Args),
     /// The guest images and the agent's boot volume
@@ -60,6 +63,7 @@ fn run(command: Command) -> Result<()> {
         Command::Test(args) => test::run(args),
         Command::Demo(args) => demo::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Fuzz(args) => fuzz::run(args),
         Command::Kernel(args) => kernel::run(args),
         Command::Images(args) => images::run(args),
         Command::Emulated(args) => emulated::run(args),

