@@ -5,7 +5,6 @@ pub mod i8042;
 pub mod serial;
 pub mod virtio;
 
-use std::io;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
@@ -15,9 +14,9 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use self::serial::Console;
 use self::virtio::mmio::MmioTransport;
-use self::virtio::page::{RegisterPage, register};
+use self::virtio::page::register;
 use self::virtio::worker::Worker;
-use self::virtio::{GuestMemory, Interrupt, VirtioDevice};
+use self::virtio::{GuestMemory, VirtioDevice};
 use crate::arch::x86_64::boot::MmioDevice;
 use crate::builder::BuildError;
 use crate::irq::{Lines, VIRTIO_LINES};
@@ -78,41 +77,26 @@ impl Attached {
         let address = layout::virtio(index);
         let line = Arc::new(event()?);
         vm.register_irqfd(&line, irq.into()).map_err(refused("connect an interrupt"))?;
-        let queue_sizes = device.queue_sizes();
-        let mut kicks = Vec::with_capacity(queue_sizes.len());
-        for queue in 0..queue_sizes.len() {
-            let kick = event()?;
+        let (transport, worker) = MmioTransport::new(
+            device,
+            memory.clone(),
+            self.pages.clone(),
+            index,
+            line,
+            console.clone(),
+        )
+        .map_err(BuildError::Device)?;
+        for (kick, number) in transport.kicks().iter().zip(0u32..) {
             let place = IoEventAddress::Mmio(address + register::QUEUE_NOTIFY);
-            let number = u32::try_from(queue).unwrap_or(u32::MAX);
-            vm.register_ioevent(&kick, &place, number).map_err(refused("connect a queue"))?;
-            kicks.push(kick);
+            vm.register_ioevent(kick, &place, number).map_err(refused("connect a queue"))?;
         }
         // Acknowledgements of interrupts have no effect (see the register page): they end in KVM, in a
         // counter that nobody reads.
         let sink = event()?;
         let place = IoEventAddress::Mmio(address + register::INTERRUPT_ACK);
         vm.register_ioevent(&sink, &place, NoDatamatch).map_err(refused("connect a queue"))?;
-
-        let kicks: Arc<[EventFd]> = kicks.into();
-        let too_big = || io::Error::other("its configuration does not fit into a page");
-        let page =
-            RegisterPage::new(self.pages.clone(), index, device.device_type(), &device.config());
-        let page = Arc::new(page.ok_or_else(too_big).map_err(BuildError::Device)?);
-        let interrupt = Interrupt::of_page(page.clone(), line);
-        let features = device.features();
-        let (worker, handle) =
-            Worker::new(device, kicks.clone(), page.clone(), interrupt.clone(), console.clone())
-                .map_err(BuildError::Device)?;
         self.places.push(MmioDevice { address, size: VIRTIO_SIZE, irq });
-        self.transports.push(MmioTransport::new(
-            page,
-            features,
-            &queue_sizes,
-            memory.clone(),
-            interrupt,
-            kicks,
-            handle,
-        ));
+        self.transports.push(transport);
         match self.threads.iter_mut().find(|(known, _)| *known == kind) {
             Some((_, workers)) => workers.push(worker),
             None => self.threads.push((kind, vec![worker])),

@@ -1,11 +1,141 @@
-//! A descriptor chain as two lists of guest buffers: what the device may read, and what it may write.
+//! A chain of descriptors: one by one as the driver linked them, or as two lists of guest buffers, what the
+//! device may read and what it may write.
 
-use vm_memory::{GuestMemory as _, Permissions, VolatileSlice};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemory as _, Permissions, VolatileSlice};
 
+use super::queue::QueueError;
 use super::{DeviceError, GuestMemory};
 
 /// A descriptor of a chain.
 pub type Descriptor = virtio_queue::desc::split::Descriptor;
+
+/// Bytes of a descriptor in a table.
+const DESCRIPTOR_SIZE: u32 = 16;
+/// Most descriptors of a chain, however large its indirect table is. No driver makes longer ones; it is
+/// the limit of other VMMs too, and that of `readv`.
+pub const MAX_CHAIN: u32 = 1024;
+
+/// The descriptors of a chain, each looked at once, as the driver linked them. The first error is the last
+/// item.
+#[derive(Debug)]
+pub struct Chain<'m> {
+    memory: &'m GuestMemory,
+    head: u16,
+    table: GuestAddress,
+    entries: u32,
+    /// The next descriptor; `None` behind the last one and after an error.
+    next: Option<u16>,
+    /// How many more there may be.
+    left: u32,
+    limit: u32,
+    bytes: u32,
+    indirect: Indirect,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Indirect {
+    /// Not negotiated.
+    Refused,
+    Allowed,
+    /// The chain is in such a table.
+    Inside,
+}
+
+impl<'m> Chain<'m> {
+    /// The chain that begins at `head` of a table of `size` entries.
+    pub(super) fn new(
+        memory: &'m GuestMemory,
+        table: GuestAddress,
+        size: u16,
+        head: u16,
+        indirect: bool,
+    ) -> Result<Self, QueueError> {
+        let entries = u32::from(size);
+        if head >= size {
+            return Err(QueueError::Descriptor { index: head, entries });
+        }
+        let limit = entries.min(MAX_CHAIN);
+        let indirect = if indirect { Indirect::Allowed } else { Indirect::Refused };
+        Ok(Self {
+            memory,
+            head,
+            table,
+            entries,
+            next: Some(head),
+            left: limit,
+            limit,
+            bytes: 0,
+            indirect,
+        })
+    }
+
+    /// The number by which the chain is returned.
+    #[must_use]
+    pub fn head(&self) -> u16 {
+        self.head
+    }
+
+    fn read(&mut self, index: u16) -> Result<Descriptor, QueueError> {
+        let descriptor = self.entry(index)?;
+        if !descriptor.refers_to_indirect_table() {
+            return self.checked(descriptor);
+        }
+        // The write flag of a descriptor that refers to a table is to be ignored (2.7.5.3.2).
+        match self.indirect {
+            Indirect::Refused => return Err(QueueError::IndirectRefused),
+            Indirect::Inside => return Err(QueueError::IndirectNested),
+            Indirect::Allowed => {}
+        }
+        if descriptor.has_next() {
+            return Err(QueueError::IndirectNext);
+        }
+        let bytes = descriptor.len();
+        if bytes == 0 || !bytes.is_multiple_of(DESCRIPTOR_SIZE) {
+            return Err(QueueError::IndirectSize(bytes));
+        }
+        self.indirect = Indirect::Inside;
+        self.table = descriptor.addr();
+        self.entries = bytes / DESCRIPTOR_SIZE;
+        self.limit = self.entries.min(MAX_CHAIN);
+        self.left = self.limit;
+        let first = self.entry(0)?;
+        if first.refers_to_indirect_table() {
+            return Err(QueueError::IndirectNested);
+        }
+        self.checked(first)
+    }
+
+    /// Reads the table; nothing is believed yet.
+    fn entry(&self, index: u16) -> Result<Descriptor, QueueError> {
+        if u32::from(index) >= self.entries {
+            return Err(QueueError::Descriptor { index, entries: self.entries });
+        }
+        let at = self
+            .table
+            .checked_add(u64::from(index) * u64::from(DESCRIPTOR_SIZE))
+            .ok_or(virtio_queue::Error::AddressOverflow)?;
+        Ok(self.memory.read_obj(at)?)
+    }
+
+    fn checked(&mut self, descriptor: Descriptor) -> Result<Descriptor, QueueError> {
+        self.left = self.left.checked_sub(1).ok_or(QueueError::Length(self.limit))?;
+        if descriptor.len() == 0 {
+            return Err(QueueError::Empty);
+        }
+        self.bytes = self.bytes.checked_add(descriptor.len()).ok_or(QueueError::Bytes)?;
+        self.next = descriptor.has_next().then(|| descriptor.next());
+        Ok(descriptor)
+    }
+}
+
+impl Iterator for Chain<'_> {
+    type Item = Result<Descriptor, QueueError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let index = self.next.take()?;
+        Some(self.read(index))
+    }
+}
 
 /// Buffers in the guest, as one stream of bytes.
 #[derive(Default)]
@@ -118,16 +248,17 @@ impl<'a> Buffers<'a> {
 /// Every buffer must lie in guest memory, and readable ones come first (virtio 1.2, 2.7.4.2).
 pub fn split_chain(
     memory: &GuestMemory,
-    chain: impl Iterator<Item = Descriptor>,
+    chain: impl Iterator<Item = Result<Descriptor, QueueError>>,
 ) -> Result<(Buffers<'_>, Buffers<'_>), DeviceError> {
     let (mut readable, mut writable) = (Buffers::default(), Buffers::default());
     for descriptor in chain {
+        let descriptor = descriptor?;
         if descriptor.is_write_only() {
             writable.push(memory, descriptor, Permissions::Write)?;
         } else if writable.slices.is_empty() {
             readable.push(memory, descriptor, Permissions::Read)?;
         } else {
-            return Err(DeviceError::Driver("a readable buffer follows a writable one".into()));
+            return Err(QueueError::Order.into());
         }
     }
     Ok((readable, writable))
@@ -138,7 +269,6 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use virtio_bindings::bindings::virtio_ring::VRING_DESC_F_WRITE;
-    use vm_memory::{Bytes, GuestAddress};
 
     fn memory() -> GuestMemory {
         GuestMemory::from_ranges(&[(GuestAddress(0), 0x4000)]).unwrap()
@@ -154,7 +284,7 @@ mod tests {
         let memory = memory();
         memory.write_slice(b"abcdefgh", GuestAddress(0x1000)).unwrap();
         let chain = [(0x1000, 3), (0x1003, 0), (0x1003, 4)].map(|(a, n)| descriptor(a, n, false));
-        let (mut readable, writable) = split_chain(&memory, chain.into_iter()).unwrap();
+        let (mut readable, writable) = split_chain(&memory, chain.into_iter().map(Ok)).unwrap();
         assert!(writable.is_empty());
         assert_eq!(readable.read_array::<5>().unwrap(), *b"abcde");
         assert_eq!(readable.len(), 2);
@@ -166,7 +296,7 @@ mod tests {
     fn writes_go_to_the_right_pieces() {
         let memory = memory();
         let chain = [(0x1000, 2), (0x2000, 3)].map(|(a, n)| descriptor(a, n, true));
-        let (_, mut writable) = split_chain(&memory, chain.into_iter()).unwrap();
+        let (_, mut writable) = split_chain(&memory, chain.into_iter().map(Ok)).unwrap();
         let mut status = writable.split_off(4).unwrap();
         assert_eq!(writable.write(b"wxyzQ"), 4);
         assert_eq!(status.write(b"S"), 1);
@@ -182,7 +312,8 @@ mod tests {
     #[test]
     fn bad_chains_are_errors() {
         let memory = memory();
-        let split = |chain: &[Descriptor]| split_chain(&memory, chain.iter().copied()).is_err();
+        let split =
+            |chain: &[Descriptor]| split_chain(&memory, chain.iter().copied().map(Ok)).is_err();
         assert!(split(&[descriptor(0, 1, true), descriptor(0, 1, false)]));
         assert!(split(&[descriptor(0x3fff, 2, false)]));
         assert!(split(&[descriptor(u64::MAX, 2, true)]));
@@ -193,7 +324,7 @@ mod tests {
         #[test]
         fn splitting_keeps_every_byte(lengths in prop::collection::vec(0u32..9, 0..6), at in 0u64..60) {
             let memory = memory();
-            let chain = lengths.iter().map(|length| descriptor(0x100, *length, true));
+            let chain = lengths.iter().map(|length| Ok(descriptor(0x100, *length, true)));
             let (_, mut front) = split_chain(&memory, chain).unwrap();
             let total = front.len();
             match front.split_off(at) {

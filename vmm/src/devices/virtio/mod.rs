@@ -11,6 +11,7 @@ pub mod chain;
 pub mod fs;
 pub mod mmio;
 pub mod page;
+pub mod queue;
 pub mod rng;
 pub mod vsock;
 pub mod worker;
@@ -23,6 +24,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use vmm_sys_util::eventfd::EventFd;
 
 use self::page::RegisterPage;
+use self::queue::{QueueError, Virtqueue};
 
 /// The guest's memory, shared by all threads.
 pub type GuestMemory = vm_memory::GuestMemoryMmap<()>;
@@ -30,6 +32,16 @@ pub type GuestMemory = vm_memory::GuestMemoryMmap<()>;
 /// A virtio device, owned and driven by one worker thread.
 ///
 /// An error from any method marks the device `NEEDS_RESET`; the VM and its other devices go on.
+///
+/// ```text
+///               activate            pause
+///   inactive ------------> active ----------> paused
+///     | ^ ^                 | ^                 | |
+///     | | +------reset------+ +-----resume------+ |
+///     | +---------------------reset---------------+
+///     +-- restore: before the first activation of a new device
+/// ```
+/// It is saved while paused or inactive.
 pub trait VirtioDevice: Send + 'static {
     /// Device type, one of `VIRTIO_ID_*`.
     fn device_type(&self) -> u32;
@@ -40,7 +52,8 @@ pub trait VirtioDevice: Send + 'static {
     fn queue_sizes(&self) -> Vec<u16>;
     /// The configuration space. It is constant: the transport takes one copy.
     fn config(&self) -> Vec<u8>;
-    /// The driver is ready (`DRIVER_OK`); all queues are valid.
+    /// The driver is ready (`DRIVER_OK`); all queues are valid. After [`VirtioDevice::restore`] the
+    /// queues go on where they were saved.
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError>;
     /// The driver kicked a queue.
     fn queue_event(&mut self, queue: usize) -> Result<(), DeviceError>;
@@ -52,13 +65,27 @@ pub trait VirtioDevice: Send + 'static {
     fn poll_event(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }
-    /// The driver reset the device: forget the queues and all that belongs to the driver.
+    /// The driver reset the device, or it failed: forget the queues and all that belongs to the driver. May
+    /// be called at any time, and twice.
     fn reset(&mut self);
-    /// Bring the device to a state in which nothing is in flight, before [`VirtioDevice::save`].
-    fn pause(&mut self) {}
-    /// The device's own state; the transport saves queues and features.
+    /// All queues of the activation in their order; none while inactive. The transport saves the positions.
+    fn queues(&self) -> Vec<&Virtqueue>;
+    /// Finish or undo what is in flight. Until [`VirtioDevice::resume`] or a reset the device is not called
+    /// for kicks or its descriptor, and must not touch guest memory.
+    fn pause(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    /// Go on after [`VirtioDevice::pause`]. Kicks that came in the meantime follow.
+    fn resume(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    /// The device's own state, while it is paused or inactive; the transport saves its registers, features
+    /// and queues. What cannot be saved (connections, open files) is the device's to explain to the driver
+    /// after a restore.
     fn save(&self) -> Result<serde_json::Value, DeviceError>;
-    /// Takes back what [`VirtioDevice::save`] gave.
+    /// Takes back what [`VirtioDevice::save`] gave, on a new device. If the saved one was active,
+    /// [`VirtioDevice::activate`] follows, and a kick of each queue, because one may have been lost. A plain
+    /// pause never leads here.
     fn restore(&mut self, state: serde_json::Value) -> Result<(), DeviceError>;
 }
 
@@ -66,11 +93,11 @@ pub trait VirtioDevice: Send + 'static {
 pub struct Activation {
     /// The guest's memory.
     pub memory: Arc<GuestMemory>,
-    /// The feature bits that the driver took, those of the transport included. `EVENT_IDX` is already
-    /// set in the queues.
+    /// The feature bits that the driver took, those of the transport included, which the queues know
+    /// already.
     pub features: u64,
     /// All queues of [`VirtioDevice::queue_sizes`], ready and valid.
-    pub queues: Vec<virtio_queue::Queue>,
+    pub queues: Vec<Virtqueue>,
     /// How to interrupt the driver.
     pub interrupt: Interrupt,
 }
@@ -81,9 +108,9 @@ pub enum DeviceError {
     /// The driver broke the rules of the device or of its queues.
     #[error("the driver broke the rules: {0}")]
     Driver(String),
-    /// A queue operation failed: a ring or a descriptor lies outside of guest memory.
+    /// The driver broke the rules of its queues.
     #[error("bad queue: {0}")]
-    Queue(#[from] virtio_queue::Error),
+    Queue(#[from] QueueError),
     /// Guest memory could not be read or written.
     #[error("bad guest memory access: {0}")]
     Memory(#[from] vm_memory::GuestMemoryError),

@@ -6,9 +6,9 @@ use std::io;
 use virtio_bindings::bindings::virtio_blk::{
     VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX,
 };
-use virtio_queue::{Queue, QueueOwnedT, QueueT};
 
 use super::request::Disk;
+use crate::devices::virtio::queue::Virtqueue;
 use crate::devices::virtio::{Activation, DeviceError, VirtioDevice};
 
 const DEVICE_TYPE: u32 = 2;
@@ -24,7 +24,7 @@ pub struct BlockDevice {
 
 struct Active {
     activation: Activation,
-    queue: Queue,
+    queue: Virtqueue,
 }
 
 impl BlockDevice {
@@ -64,11 +64,17 @@ impl VirtioDevice for BlockDevice {
     }
 
     fn queue_event(&mut self, _queue: usize) -> Result<(), DeviceError> {
-        self.active.as_mut().map_or(Ok(()), |active| active.serve(&self.disk))
+        let Some(Active { activation, queue }) = &mut self.active else { return Ok(()) };
+        let memory = &*activation.memory;
+        queue.serve(memory, &activation.interrupt, |chain| self.disk.request(memory, chain))
     }
 
     fn reset(&mut self) {
         self.active = None;
+    }
+
+    fn queues(&self) -> Vec<&Virtqueue> {
+        self.active.iter().map(|active| &active.queue).collect()
     }
 
     fn save(&self) -> Result<serde_json::Value, DeviceError> {
@@ -84,27 +90,5 @@ impl VirtioDevice for BlockDevice {
             "the disk has {} sectors, the saved one had {state}",
             self.disk.sectors
         )))
-    }
-}
-
-impl Active {
-    fn serve(&mut self, disk: &Disk) -> Result<(), DeviceError> {
-        let memory = &*self.activation.memory;
-        loop {
-            self.queue.disable_notification(memory)?;
-            let mut used = false;
-            while let Some(chain) = self.queue.iter(memory)?.next() {
-                let head = chain.head_index();
-                let written = disk.request(memory, chain)?;
-                self.queue.add_used(memory, head, written)?;
-                used = true;
-            }
-            if used && self.queue.needs_notification(memory)? {
-                self.activation.interrupt.signal_queue()?;
-            }
-            if !self.queue.enable_notification(memory)? {
-                return Ok(());
-            }
-        }
     }
 }

@@ -9,7 +9,7 @@ use virtio_bindings::bindings::virtio_blk::{
     VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
 };
 
-use crate::devices::virtio::chain::{Buffers, Descriptor, split_chain};
+use crate::devices::virtio::chain::{Buffers, Chain, split_chain};
 use crate::devices::virtio::{DeviceError, GuestMemory};
 use crate::io::{read_exact_at, write_all_at};
 
@@ -39,7 +39,7 @@ impl Disk {
     pub(super) fn request(
         &self,
         memory: &GuestMemory,
-        chain: impl Iterator<Item = Descriptor>,
+        chain: Chain<'_>,
     ) -> Result<u32, DeviceError> {
         let (mut readable, mut writable) = split_chain(memory, chain)?;
         let broken = |what: &str| DeviceError::Driver(format!("block request without {what}"));

@@ -3,16 +3,16 @@
 //! Queue 0 has priority (the driver sends FORGETs there), queue 1 takes all other requests. A chain of
 //! descriptors is one request: what the driver lets us read, then where the reply goes.
 
-use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use vm_memory::{GuestMemoryBackend, VolatileSlice};
 
 use super::server::Server;
 use super::{FsError, Share};
+use crate::devices::virtio::chain::Chain;
+use crate::devices::virtio::queue::Virtqueue;
 use crate::devices::virtio::{Activation, DeviceError, GuestMemory, VirtioDevice};
 
 /// `VIRTIO_ID_FS`
@@ -87,26 +87,24 @@ impl VirtioDevice for FsDevice {
         let Some(queue) = active.queues.get_mut(queue) else {
             return Err(DeviceError::Driver(format!("queue {queue} does not exist")));
         };
-        let mut any = false;
-        // Requests that come while the last one is served are served without another kick.
-        loop {
-            queue.disable_notification(memory)?;
-            while serve_one(&mut self.server, queue, memory)? {
-                any = true;
-            }
-            if !queue.enable_notification(memory)? {
-                break;
-            }
-        }
-        if any && queue.needs_notification(memory)? {
-            active.interrupt.signal_queue()?;
-        }
-        Ok(())
+        let server = &mut self.server;
+        queue.serve(memory, &active.interrupt, |chain| {
+            let written = match slices(memory, chain)? {
+                Some((request, reply)) => server.handle(&request, &reply),
+                None => 0,
+            };
+            // A reply has at most `MAX_DATA` and a header.
+            Ok(u32::try_from(written).unwrap_or(u32::MAX))
+        })
     }
 
     fn reset(&mut self) {
         self.active = None;
         self.server.reset();
+    }
+
+    fn queues(&self) -> Vec<&Virtqueue> {
+        self.active.iter().flat_map(|active| &active.queues).collect()
     }
 
     fn save(&self) -> Result<serde_json::Value, DeviceError> {
@@ -126,38 +124,18 @@ impl VirtioDevice for FsDevice {
     }
 }
 
-/// Serves the next request of a queue, if there is one.
-fn serve_one(
-    server: &mut Server,
-    queue: &mut Queue,
-    memory: &GuestMemory,
-) -> Result<bool, DeviceError> {
-    // Not `pop_descriptor_chain`, which hides that the driver's index is impossible.
-    let Some(chain) = queue.iter(memory)?.next() else { return Ok(false) };
-    let head = chain.head_index();
-    let written = match slices(memory, chain)? {
-        Some((request, reply)) => server.handle(&request, &reply),
-        None => 0,
-    };
-    // A reply has at most `MAX_DATA` and a header.
-    queue.add_used(memory, head, u32::try_from(written).unwrap_or(u32::MAX))?;
-    Ok(true)
-}
-
 /// Slices of guest memory: what to read, and where to write.
 type Slices<'a> = (Vec<VolatileSlice<'a>>, Vec<VolatileSlice<'a>>);
 
 /// The memory of a chain; `None` if it breaks a rule for which the driver is not given up: too many
 /// descriptors, or something to read behind something to write.
-fn slices<'a, M>(
+fn slices<'a>(
     memory: &'a GuestMemory,
-    chain: DescriptorChain<M>,
-) -> Result<Option<Slices<'a>>, DeviceError>
-where
-    M: Deref<Target = GuestMemory> + Clone,
-{
+    chain: Chain<'_>,
+) -> Result<Option<Slices<'a>>, DeviceError> {
     let (mut request, mut reply) = (Vec::new(), Vec::new());
     for (count, descriptor) in chain.enumerate() {
+        let descriptor = descriptor?;
         let readable = !descriptor.is_write_only();
         if count >= MAX_DESCRIPTORS || (readable && !reply.is_empty()) {
             return Ok(None);

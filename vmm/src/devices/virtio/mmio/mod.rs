@@ -9,20 +9,35 @@
 //! Status bits are only added. Features can be chosen until `FEATURES_OK`, which is refused for features
 //! that were not offered or without `VERSION_1`. Queues can be set up between `FEATURES_OK` and `DRIVER_OK`
 //! and are frozen after it: the device's worker holds them then. Everything else is ignored.
+//!
+//! A reset waits for the worker, because Linux reuses the memory of the rings as soon as its write returns
+//! (`vm_reset`). The worker may be in a call to a slow host, so the wait ends after [`RESET_PATIENCE`]; the
+//! status register then goes to 0 when the device has let go, as virtio 1.2, 2.4.1 allows, and until then
+//! the device takes no other write.
 
+mod queue_setup;
+mod state;
+
+use std::io;
+use std::sync::atomic::AtomicU32;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use virtio_bindings::bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::bindings::virtio_ring::{
     VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC,
 };
-use virtio_queue::{Queue, QueueT};
-use vm_memory::GuestAddress;
-use vmm_sys_util::eventfd::EventFd;
+use vm_memory::MmapRegion;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use self::queue_setup::{QueueSetup, SetupError};
+pub use self::state::{QueueState, TransportState};
 use super::page::{RegisterPage, STATUS_NEEDS_RESET, register};
-use super::worker::WorkerHandle;
-use super::{Activation, GuestMemory, Interrupt};
+use super::queue::{Position, Virtqueue};
+use super::worker::{Shared, Worker, WorkerHandle};
+use super::{Activation, GuestMemory, Interrupt, VirtioDevice};
+use crate::devices::serial::Console;
 
 const ACKNOWLEDGE: u32 = 1;
 const DRIVER: u32 = 2;
@@ -34,81 +49,106 @@ const FAILED: u32 = 128;
 pub const TRANSPORT_FEATURES: u64 =
     (1 << VIRTIO_F_VERSION_1) | (1 << VIRTIO_RING_F_EVENT_IDX) | (1 << VIRTIO_RING_F_INDIRECT_DESC);
 
-/// One queue as the driver sets it up.
-#[derive(Clone, Copy, Debug)]
-struct QueueSetup {
-    max_size: u16,
-    size: u16,
-    ready: bool,
-    desc: u64,
-    avail: u64,
-    used: u64,
-}
-
-impl QueueSetup {
-    fn new(max_size: u16) -> Self {
-        Self { max_size, size: max_size, ready: false, desc: 0, avail: 0, used: 0 }
-    }
-
-    /// The queue, if the driver set it up right.
-    fn build(&self, memory: &GuestMemory, event_idx: bool) -> Option<Queue> {
-        let mut queue = Queue::new(self.max_size).ok()?;
-        queue.try_set_size(self.size).ok()?;
-        queue.try_set_desc_table_address(GuestAddress(self.desc)).ok()?;
-        queue.try_set_avail_ring_address(GuestAddress(self.avail)).ok()?;
-        queue.try_set_used_ring_address(GuestAddress(self.used)).ok()?;
-        queue.set_event_idx(event_idx);
-        queue.set_ready(self.ready);
-        queue.is_valid(memory).then_some(queue)
-    }
-}
+/// Longest wait of a vCPU for a device to let go of its queues.
+pub const RESET_PATIENCE: Duration = Duration::from_secs(1);
 
 /// What the driver has written since the last reset.
+#[derive(Debug)]
 struct State {
     device_features_sel: u32,
     driver_features_sel: u32,
     driver_features: u64,
-    queue_sel: usize,
+    queue_sel: u32,
     queues: Vec<QueueSetup>,
+    /// A reset that the worker has not answered yet.
+    resetting: Option<Receiver<()>>,
+}
+
+impl State {
+    fn new(queue_sizes: &[u16]) -> Self {
+        Self {
+            device_features_sel: 0,
+            driver_features_sel: 0,
+            driver_features: 0,
+            queue_sel: 0,
+            queues: queue_sizes.iter().map(|size| QueueSetup::new(*size)).collect(),
+            resetting: None,
+        }
+    }
+
+    fn selected(&self) -> Option<usize> {
+        usize::try_from(self.queue_sel).ok().filter(|index| *index < self.queues.len())
+    }
+
+    /// Whether a reset is still under way; waits for its end at most this long.
+    fn is_resetting(&mut self, patience: Duration) -> bool {
+        let Some(wait) = &self.resetting else { return false };
+        let answer = if patience.is_zero() {
+            wait.try_recv().map_err(|error| error == TryRecvError::Empty)
+        } else {
+            wait.recv_timeout(patience).map_err(|error| error == RecvTimeoutError::Timeout)
+        };
+        // A worker that is gone uses nothing.
+        let going_on = answer == Err(true);
+        if !going_on {
+            self.resetting = None;
+        }
+        going_on
+    }
 }
 
 /// A device's transport.
+#[derive(Debug)]
 pub struct MmioTransport {
-    page: Arc<RegisterPage>,
+    shared: Arc<Shared>,
+    device_type: u32,
+    config: Vec<u8>,
     features: u64,
     memory: Arc<GuestMemory>,
-    interrupt: Interrupt,
-    kicks: Arc<[EventFd]>,
     worker: WorkerHandle,
     /// Held for one register write only.
     state: Mutex<State>,
 }
 
 impl MmioTransport {
-    /// A transport in the state after a reset. `features` are the device's own.
-    #[must_use]
+    /// Puts a device behind the registers on page number `index` of `pages`; returns its transport, for the
+    /// vCPUs, and its worker, for a thread that [serves](super::worker::serve) it. `line` is its interrupt.
     pub fn new(
-        page: Arc<RegisterPage>,
-        features: u64,
-        queue_sizes: &[u16],
+        device: Box<dyn VirtioDevice>,
         memory: Arc<GuestMemory>,
-        interrupt: Interrupt,
-        kicks: Arc<[EventFd]>,
-        worker: WorkerHandle,
-    ) -> Self {
-        let queues = queue_sizes.iter().map(|size| QueueSetup::new(*size)).collect();
-        let state = State {
-            device_features_sel: 0,
-            driver_features_sel: 0,
-            driver_features: 0,
-            queue_sel: 0,
-            queues,
-        };
-        let features = features | TRANSPORT_FEATURES;
+        pages: Arc<MmapRegion<()>>,
+        index: usize,
+        line: Arc<EventFd>,
+        console: Console,
+    ) -> io::Result<(Self, Worker)> {
+        let queue_sizes = device.queue_sizes();
+        let kicks: io::Result<Vec<EventFd>> =
+            queue_sizes.iter().map(|_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)).collect();
+        let (device_type, config) = (device.device_type(), device.config());
+        let page = RegisterPage::new(pages, index, device_type, &config);
+        let too_big = || io::Error::other("its configuration does not fit into a page");
+        let page = Arc::new(page.ok_or_else(too_big)?);
+        let shared = Arc::new(Shared {
+            name: format!("virtio device {index} ({})", kind(device_type)),
+            interrupt: Interrupt::of_page(page.clone(), line),
+            page,
+            kicks: kicks?.into(),
+            console,
+            complaints: AtomicU32::new(0),
+        });
+        let features = device.features() | TRANSPORT_FEATURES;
+        let (worker, handle) = Worker::new(device, shared.clone())?;
+        let state = Mutex::new(State::new(&queue_sizes));
         let transport =
-            Self { page, features, memory, interrupt, kicks, worker, state: Mutex::new(state) };
+            Self { shared, device_type, config, features, memory, worker: handle, state };
         transport.reset(&mut transport.lock());
-        transport
+        Ok((transport, worker))
+    }
+
+    /// The events by which queues are kicked, in the order of the queues.
+    #[must_use]
+    pub fn kicks(&self) -> &[EventFd] {
+        &self.shared.kicks
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
@@ -117,12 +157,14 @@ impl MmioTransport {
 
     /// The guest read registers by an exit (its page is not mapped).
     pub fn read(&self, offset: u64, data: &mut [u8]) {
-        self.page.read(offset, data);
+        self.shared.page.read(offset, data);
     }
 
     /// The guest wrote a register. Registers are words; any other width is ignored.
     pub fn write(&self, offset: u64, data: &[u8]) {
         let Ok(bytes) = <[u8; 4]>::try_from(data) else {
+            let width = data.len();
+            self.shared.complain(&format_args!("ignored {width} bytes for register {offset:#x}"));
             return;
         };
         let value = u32::from_le_bytes(bytes);
@@ -137,7 +179,7 @@ impl MmioTransport {
     }
 
     fn kick(&self, queue: u32) {
-        if let Some(kick) = usize::try_from(queue).ok().and_then(|queue| self.kicks.get(queue)) {
+        if let Some(kick) = usize::try_from(queue).ok().and_then(|queue| self.kicks().get(queue)) {
             // A full counter is a kick that is not yet seen.
             let _ = kick.write(1);
         }
@@ -145,36 +187,54 @@ impl MmioTransport {
 
     fn set_register(&self, offset: u64, value: u32) {
         let mut state = self.lock();
-        let status = self.page.status();
+        let status = self.shared.page.status();
+        if state.is_resetting(Duration::ZERO) || !self.take(&mut state, status, offset, value) {
+            // Linux makes queues unready that are so already, after a reset.
+            if (offset, value) != (register::QUEUE_READY, 0) {
+                self.shared.complain(&format_args!(
+                    "ignored {value:#x} for register {offset:#x} while the status is {status:#x}"
+                ));
+            }
+        }
+    }
+
+    /// Takes what was written, if this is the time for it.
+    fn take(&self, state: &mut State, status: u32, offset: u64, value: u32) -> bool {
+        let choosing = status & DRIVER != 0 && status & FEATURES_OK == 0;
+        let setting_up = status & FEATURES_OK != 0 && status & DRIVER_OK == 0;
         match offset {
             register::DEVICE_FEATURES_SEL => {
                 state.device_features_sel = value;
-                self.show_features(&state);
+                self.show_features(state);
             }
             register::DRIVER_FEATURES_SEL => state.driver_features_sel = value,
-            register::DRIVER_FEATURES if status & DRIVER != 0 && status & FEATURES_OK == 0 => {
+            register::DRIVER_FEATURES if choosing => {
                 let shift = match state.driver_features_sel {
                     0 => 0,
                     1 => 32,
-                    _ => return,
+                    // Features that nobody offers.
+                    _ => return value == 0,
                 };
                 let mask = u64::from(u32::MAX) << shift;
                 let half = u64::from(value) << shift;
                 state.driver_features = (state.driver_features & !mask) | half;
             }
             register::QUEUE_SEL => {
-                state.queue_sel = usize::try_from(value).unwrap_or(usize::MAX);
-                self.show_queue(&state);
+                state.queue_sel = value;
+                self.show_queue(state);
             }
-            _ if status & FEATURES_OK != 0 && status & DRIVER_OK == 0 => {
-                let selected = state.queue_sel;
-                if let Some(queue) = state.queues.get_mut(selected) {
-                    set_queue_register(queue, offset, value);
-                    self.show_queue(&state);
-                }
+            _ if setting_up => {
+                let selected = state.selected();
+                let Some(queue) = selected.and_then(|index| state.queues.get_mut(index)) else {
+                    return false;
+                };
+                let taken = queue.set_register(offset, value);
+                self.show_queue(state);
+                return taken;
             }
-            _ => {}
+            _ => return false,
         }
+        true
     }
 
     fn set_status(&self, value: u32) {
@@ -183,7 +243,10 @@ impl MmioTransport {
             self.reset(&mut state);
             return;
         }
-        let old = self.page.status();
+        if state.is_resetting(Duration::ZERO) {
+            return;
+        }
+        let old = self.shared.page.status();
         let driver_bits = ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK | FAILED;
         let held = old & driver_bits;
         if value & held != held || value & !(driver_bits | STATUS_NEEDS_RESET) != 0 {
@@ -202,8 +265,12 @@ impl MmioTransport {
                 new |= bit;
             }
         }
+        if value & !new & FEATURES_OK != 0 {
+            let (taken, offered) = (state.driver_features, self.features);
+            self.shared.complain(&format_args!("refused features {taken:#x} of {offered:#x}"));
+        }
         new |= value & FAILED;
-        self.page.update_status(|status| status | new);
+        self.shared.page.update_status(|status| status | new);
         if new & DRIVER_OK != 0 && held & DRIVER_OK == 0 && old & (FAILED | STATUS_NEEDS_RESET) == 0
         {
             self.activate(&state);
@@ -215,43 +282,50 @@ impl MmioTransport {
     }
 
     fn activate(&self, state: &State) {
-        let event_idx = state.driver_features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0;
-        let queues: Option<Vec<Queue>> =
-            state.queues.iter().map(|queue| queue.build(&self.memory, event_idx)).collect();
-        let sent = queues.is_some_and(|queues| {
+        let sent = self.activation(state, &[]).map_err(|error| error.to_string()).and_then(|all| {
             // Before the device can interrupt.
-            self.page.set_active(true);
-            let activation = Activation {
-                memory: self.memory.clone(),
-                features: state.driver_features,
-                queues,
-                interrupt: self.interrupt.clone(),
-            };
-            self.worker.activate(activation).is_ok()
+            self.shared.page.set_active(true);
+            self.worker.activate(all).map_err(|error| format!("its thread is gone: {error}"))
         });
-        if !sent {
-            self.page.update_status(|status| status | STATUS_NEEDS_RESET);
-            let _ = self.interrupt.signal_config();
+        if let Err(error) = sent {
+            self.shared.fail(&error);
         }
     }
 
-    fn reset(&self, state: &mut State) {
-        if self.page.status() & DRIVER_OK != 0 {
-            // The driver may reuse the rings' memory as soon as this write returns. A worker that is
-            // gone uses nothing.
-            let _ = self.worker.reset();
+    /// What the device gets; its queues are at `positions`, or at their beginning.
+    fn activation(&self, state: &State, positions: &[Position]) -> Result<Activation, SetupError> {
+        let features = state.driver_features;
+        let mut queues = Vec::with_capacity(state.queues.len());
+        for (index, setup) in state.queues.iter().enumerate() {
+            let position = positions.get(index).copied().unwrap_or_default();
+            let ring = setup.build(index, &self.memory, position)?;
+            let kicks = self.shared.kicks.clone();
+            queues.push(Virtqueue::new(ring, features).with_kick(kicks, index));
         }
-        self.page.update_status(|_| 0);
-        self.page.set_active(false);
-        for queue in &mut state.queues {
-            *queue = QueueSetup::new(queue.max_size);
+        let interrupt = self.shared.interrupt.clone();
+        Ok(Activation { memory: self.memory.clone(), features, queues, interrupt })
+    }
+
+    fn reset(&self, state: &mut State) {
+        if state.resetting.is_none() && self.shared.page.status() & DRIVER_OK != 0 {
+            // Without a worker there is nobody to wait for.
+            state.resetting = self.worker.reset().ok();
         }
         state.driver_features = 0;
         state.device_features_sel = 0;
         state.driver_features_sel = 0;
         state.queue_sel = 0;
+        for queue in &mut state.queues {
+            *queue = QueueSetup::new(queue.max_size);
+        }
         self.show_features(state);
         self.show_queue(state);
+        if state.is_resetting(RESET_PATIENCE) {
+            self.shared.complain(&"the reset waits for the host (a slow disk or file system?)");
+            return;
+        }
+        self.shared.page.update_status(|_| 0);
+        self.shared.page.set_active(false);
     }
 
     fn show_features(&self, state: &State) {
@@ -261,47 +335,30 @@ impl MmioTransport {
             1 => high,
             _ => 0,
         };
-        self.page.set(register::DEVICE_FEATURES, u32::try_from(half).unwrap_or(0));
+        self.shared.page.set(register::DEVICE_FEATURES, u32::try_from(half).unwrap_or(0));
     }
 
     fn show_queue(&self, state: &State) {
-        let queue = state.queues.get(state.queue_sel);
+        let queue = state.selected().and_then(|index| state.queues.get(index));
         let max_size = queue.map_or(0, |queue| u32::from(queue.max_size));
-        self.page.set(register::QUEUE_NUM_MAX, max_size);
-        self.page.set(register::QUEUE_READY, u32::from(queue.is_some_and(|queue| queue.ready)));
+        self.shared.page.set(register::QUEUE_NUM_MAX, max_size);
+        self.shared
+            .page
+            .set(register::QUEUE_READY, u32::from(queue.is_some_and(|queue| queue.ready)));
     }
 }
 
-fn set_queue_register(queue: &mut QueueSetup, offset: u64, value: u32) {
-    if offset == register::QUEUE_READY {
-        queue.ready = value == 1;
-        return;
-    }
-    // A queue that is ready keeps its place until it is made unready.
-    if queue.ready {
-        return;
-    }
-    if offset == register::QUEUE_NUM {
-        // Anything that is no size for this queue makes it invalid at DRIVER_OK.
-        queue.size = u16::try_from(value).unwrap_or(0);
-        return;
-    }
-    let (address, high) = match offset {
-        register::QUEUE_DESC => (&mut queue.desc, false),
-        register::QUEUE_DRIVER => (&mut queue.avail, false),
-        register::QUEUE_DEVICE => (&mut queue.used, false),
-        _ => match offset.wrapping_sub(4) {
-            register::QUEUE_DESC => (&mut queue.desc, true),
-            register::QUEUE_DRIVER => (&mut queue.avail, true),
-            register::QUEUE_DEVICE => (&mut queue.used, true),
-            _ => return,
-        },
+/// The name of a device type.
+fn kind(device_type: u32) -> String {
+    let name = match device_type {
+        2 => "disk",
+        4 => "entropy",
+        5 => "balloon",
+        19 => "sockets",
+        26 => "shares",
+        other => return format!("type {other}"),
     };
-    *address = if high {
-        (*address & 0xffff_ffff) | (u64::from(value) << 32)
-    } else {
-        (*address & !0xffff_ffff) | u64::from(value)
-    };
+    name.to_owned()
 }
 
 #[cfg(test)]

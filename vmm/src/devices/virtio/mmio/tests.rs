@@ -7,11 +7,11 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vm_memory::GuestAddress;
 
 use crate::devices::serial::Console;
-use crate::devices::virtio::worker::{Worker, serve};
-use crate::devices::virtio::{DeviceError, VirtioDevice};
+use crate::devices::virtio::DeviceError;
+use crate::devices::virtio::worker::serve;
 
 const QUEUES: [u16; 2] = [64, 16];
 const OWN_FEATURES: u64 = 1 << 5;
@@ -42,8 +42,8 @@ impl VirtioDevice for Device {
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError> {
         let told = Told::Activated {
             features: activation.features,
-            sizes: activation.queues.iter().map(QueueT::size).collect(),
-            event_idx: activation.queues.iter().all(QueueT::event_idx_enabled),
+            sizes: activation.queues.iter().map(Virtqueue::size).collect(),
+            event_idx: activation.queues.iter().all(Virtqueue::event_idx),
         };
         let _ = self.0.send(told);
         Ok(())
@@ -57,6 +57,9 @@ impl VirtioDevice for Device {
     }
     fn reset(&mut self) {
         let _ = self.0.send(Told::Reset);
+    }
+    fn queues(&self) -> Vec<&Virtqueue> {
+        Vec::new()
     }
     fn save(&self) -> Result<serde_json::Value, DeviceError> {
         Ok(serde_json::Value::Null)
@@ -77,24 +80,13 @@ impl World {
     fn new() -> Self {
         let (sender, told) = channel();
         let memory = Arc::new(GuestMemory::from_ranges(&[(GuestAddress(0), 0x10_0000)]).unwrap());
-        let mapping = crate::memory::map_pages(NonZeroUsize::new(4096).unwrap()).unwrap();
-        let page = Arc::new(RegisterPage::new(mapping, 0, 26, &[1, 2, 3]).unwrap());
-        let event = || EventFd::new(EFD_NONBLOCK).unwrap();
-        let kicks: Arc<[EventFd]> = [event(), event()].into();
-        let line = Arc::new(event());
-        let interrupt = Interrupt::of_page(page.clone(), line.clone());
+        let pages = crate::memory::map_pages(NonZeroUsize::new(4096).unwrap()).unwrap();
+        let line = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
         let console = Console::default();
-        let (worker, handle) = Worker::new(
-            Box::new(Device(sender)),
-            kicks.clone(),
-            page.clone(),
-            interrupt.clone(),
-            console.clone(),
-        )
-        .unwrap();
+        let device = Box::new(Device(sender));
+        let (transport, worker) =
+            MmioTransport::new(device, memory, pages, 0, line.clone(), console.clone()).unwrap();
         std::thread::spawn(move || serve(vec![worker]).unwrap());
-        let transport =
-            MmioTransport::new(page, OWN_FEATURES, &QUEUES, memory, interrupt, kicks, handle);
         Self { transport, told, line, console }
     }
 
@@ -204,6 +196,8 @@ fn a_failed_device_needs_a_reset_and_works_after_it() {
     assert_eq!(world.status(), 15 | STATUS_NEEDS_RESET);
     assert_eq!(world.read(register::INTERRUPT_STATUS), 3);
     assert!(world.console.tail(200).contains("queue 1 is not to be kicked"));
+    // It forgets its driver at once.
+    assert_eq!(world.told(), Told::Reset);
     world.write(register::QUEUE_NOTIFY, 0);
     assert!(world.told_nothing());
     // The driver cannot clear the bit, only reset.

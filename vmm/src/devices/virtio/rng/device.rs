@@ -1,9 +1,8 @@
 //! The device and its one queue. It has no state of its own to save.
 
-use virtio_queue::{Queue, QueueOwnedT, QueueT};
-
-use crate::devices::virtio::chain::split_chain;
-use crate::devices::virtio::{Activation, DeviceError, VirtioDevice};
+use crate::devices::virtio::chain::{Chain, split_chain};
+use crate::devices::virtio::queue::Virtqueue;
+use crate::devices::virtio::{Activation, DeviceError, GuestMemory, VirtioDevice};
 
 const DEVICE_TYPE: u32 = 4;
 pub(super) const QUEUE_SIZE: u16 = 16;
@@ -18,7 +17,7 @@ pub struct RngDevice {
 
 struct Active {
     activation: Activation,
-    queue: Queue,
+    queue: Virtqueue,
 }
 
 impl RngDevice {
@@ -53,11 +52,17 @@ impl VirtioDevice for RngDevice {
     }
 
     fn queue_event(&mut self, _queue: usize) -> Result<(), DeviceError> {
-        self.active.as_mut().map_or(Ok(()), Active::serve)
+        let Some(Active { activation, queue }) = &mut self.active else { return Ok(()) };
+        let memory = &*activation.memory;
+        queue.serve(memory, &activation.interrupt, |chain| fill(memory, chain))
     }
 
     fn reset(&mut self) {
         self.active = None;
+    }
+
+    fn queues(&self) -> Vec<&Virtqueue> {
+        self.active.iter().map(|active| &active.queue).collect()
     }
 
     fn save(&self) -> Result<serde_json::Value, DeviceError> {
@@ -69,33 +74,16 @@ impl VirtioDevice for RngDevice {
     }
 }
 
-impl Active {
-    fn serve(&mut self) -> Result<(), DeviceError> {
-        let memory = &*self.activation.memory;
-        loop {
-            self.queue.disable_notification(memory)?;
-            let mut used = false;
-            while let Some(chain) = self.queue.iter(memory)?.next() {
-                let head = chain.head_index();
-                let (_, mut buffers) = split_chain(memory, chain)?;
-                let mut written = 0;
-                let mut random = [0u8; 256];
-                while written < MAX_REQUEST && !buffers.is_empty() {
-                    let count =
-                        rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
-                            .map_err(std::io::Error::from)?;
-                    written += buffers.write(random.get(..count).unwrap_or_default()) as u64;
-                }
-                // At most MAX_REQUEST and a little more.
-                self.queue.add_used(memory, head, u32::try_from(written).unwrap_or(0))?;
-                used = true;
-            }
-            if used && self.queue.needs_notification(memory)? {
-                self.activation.interrupt.signal_queue()?;
-            }
-            if !self.queue.enable_notification(memory)? {
-                return Ok(());
-            }
-        }
+/// Fills the buffers of one request; returns the number of bytes.
+fn fill(memory: &GuestMemory, chain: Chain<'_>) -> Result<u32, DeviceError> {
+    let (_, mut buffers) = split_chain(memory, chain)?;
+    let mut written = 0;
+    let mut random = [0u8; 256];
+    while written < MAX_REQUEST && !buffers.is_empty() {
+        let count = rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
+            .map_err(std::io::Error::from)?;
+        written += buffers.write(random.get(..count).unwrap_or_default()) as u64;
     }
+    // At most MAX_REQUEST and a little more.
+    Ok(u32::try_from(written).unwrap_or(0))
 }

@@ -51,6 +51,7 @@ use vm_memory::VolatileSlice;
 
 use super::packet::{Header, Op, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 use super::socket::{Buffer, Socket};
+use crate::devices::virtio::DeviceError;
 
 const SHUTDOWN_BOTH: u32 = SHUTDOWN_RECEIVE | SHUTDOWN_SEND;
 
@@ -79,7 +80,7 @@ pub trait RxBuffers {
     /// Size of that memory in bytes.
     fn capacity(&self, index: usize) -> usize;
     /// Gives the first buffer to the guest, with this header and `header.len` bytes of payload.
-    fn deliver(&mut self, header: Header) -> Result<(), virtio_queue::Error>;
+    fn deliver(&mut self, header: Header) -> Result<(), DeviceError>;
 }
 
 /// How a turn of [`Connection::send`] ended.
@@ -508,11 +509,7 @@ impl Connection {
     }
 
     /// Sends one control packet, or one batch of data.
-    pub fn send<R: RxBuffers>(
-        &mut self,
-        rx: &mut R,
-        now: Instant,
-    ) -> Result<Turn, virtio_queue::Error> {
+    pub fn send<R: RxBuffers>(&mut self, rx: &mut R, now: Instant) -> Result<Turn, DeviceError> {
         if let Some((op, flags)) = self.control() {
             if rx.ready(1) == 0 {
                 return Ok(Turn::NoBuffer);
@@ -541,7 +538,7 @@ impl Connection {
         Ok(turn)
     }
 
-    fn send_data<R: RxBuffers>(&mut self, rx: &mut R) -> Result<Turn, virtio_queue::Error> {
+    fn send_data<R: RxBuffers>(&mut self, rx: &mut R) -> Result<Turn, DeviceError> {
         let credit = self.credit().min(MAX_TURN.1);
         let Some(socket) = &self.socket else { return Ok(Turn::Done) };
         if credit == 0 {
@@ -581,11 +578,7 @@ impl Connection {
     }
 
     /// Hands out `count` bytes that lie in the first buffers.
-    fn deliver_data<R: RxBuffers>(
-        &mut self,
-        rx: &mut R,
-        count: usize,
-    ) -> Result<(), virtio_queue::Error> {
+    fn deliver_data<R: RxBuffers>(&mut self, rx: &mut R, count: usize) -> Result<(), DeviceError> {
         let mut left = count;
         let mut packets = 0;
         while left > 0 {

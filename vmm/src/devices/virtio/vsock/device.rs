@@ -9,13 +9,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
-use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::VolatileSlice;
 
 use super::connection::{RxBuffers, Turn};
 use super::handle::{VsockEvents, VsockHandle, channels};
 use super::muxer::{Muxer, SendError};
 use super::packet::{self, Access, Chain, HEADER_LEN, Header};
+use crate::devices::virtio::queue::Virtqueue;
 use crate::devices::virtio::{Activation, DeviceError, GuestMemory, Interrupt, VirtioDevice};
 
 /// Size of each queue.
@@ -40,6 +40,8 @@ pub struct VsockDevice {
 #[derive(Debug)]
 struct Active {
     queues: Queues,
+    /// Buffers for events.
+    events: Virtqueue,
     interrupt: Interrupt,
 }
 
@@ -85,11 +87,12 @@ impl VirtioDevice for VsockDevice {
 
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError> {
         let mut queues = activation.queues.into_iter();
-        let (Some(rx), Some(tx)) = (queues.next(), queues.next()) else {
+        let (Some(rx), Some(tx), Some(events)) = (queues.next(), queues.next(), queues.next())
+        else {
             return Err(DeviceError::Driver("the vsock device needs its queues".into()));
         };
         let queues = Queues { memory: activation.memory, rx, tx };
-        self.active = Some(Active { queues, interrupt: activation.interrupt });
+        self.active = Some(Active { queues, events, interrupt: activation.interrupt });
         // A driver may fill its queues before it says DRIVER_OK.
         self.run(true)
     }
@@ -117,6 +120,13 @@ impl VirtioDevice for VsockDevice {
         self.muxer.reset();
     }
 
+    fn queues(&self) -> Vec<&Virtqueue> {
+        self.active
+            .iter()
+            .flat_map(|active| [&active.queues.rx, &active.queues.tx, &active.events])
+            .collect()
+    }
+
     fn save(&self) -> Result<serde_json::Value, DeviceError> {
         // Connections do not survive a snapshot; the ports that they used are not used again.
         Ok(serde_json::json!({ "next_port": self.muxer.next_port() }))
@@ -140,9 +150,9 @@ pub struct Queues {
     /// The guest's memory.
     pub memory: Arc<GuestMemory>,
     /// Buffers for packets to the guest.
-    pub rx: Queue,
+    pub rx: Virtqueue,
     /// Packets of the guest.
-    pub tx: Queue,
+    pub tx: Virtqueue,
 }
 
 impl Queues {
@@ -157,7 +167,7 @@ impl Queues {
         if tx {
             let (all, used) = self.take(&memory, muxer)?;
             done &= all;
-            interrupt |= used && self.tx.needs_notification(&*memory)?;
+            interrupt |= used && self.tx.needs_notification(&memory)?;
         }
         if muxer.has_work() {
             let mut rx = RxQueue::new(&memory, &mut self.rx);
@@ -165,16 +175,16 @@ impl Queues {
             let used = rx.finish()?;
             let turn = match result {
                 Ok(turn) => turn,
-                Err(SendError::Queue(error)) => return Err(error.into()),
+                Err(SendError::Queue(error)) => return Err(error),
                 Err(SendError::Io(error)) => return Err(error.into()),
             };
             match turn {
                 // The budget may be used up.
                 Turn::Done => done &= !muxer.has_work(),
                 // Ask for a kick; if a buffer came in the meantime, none will come for it.
-                Turn::NoBuffer => done &= !self.rx.enable_notification(&*memory)?,
+                Turn::NoBuffer => done &= !self.rx.enable_notification(&memory)?,
             }
-            interrupt |= used && self.rx.needs_notification(&*memory)?;
+            interrupt |= used && self.rx.needs_notification(&memory)?;
         }
         if !done {
             muxer.wake();
@@ -192,12 +202,12 @@ impl Queues {
         let mut count = 0;
         loop {
             while count < BUDGET
-                && let Some(chain) = self.tx.iter(memory)?.next()
+                && let Some(chain) = self.tx.pop(memory)?
             {
-                let head = chain.head_index();
+                let head = chain.head();
                 slices.clear();
                 // Nobody can be told about a chain without a whole header.
-                if let Some(chain) = packet::flatten(memory, chain, Access::Read, &mut slices) {
+                if let Some(chain) = packet::flatten(memory, chain, Access::Read, &mut slices)? {
                     let header = slices.get(chain.header).map(packet::read_header);
                     let payload = slices.get(chain.payload);
                     if let (Some(header), Some(payload)) = (header, payload) {
@@ -221,17 +231,17 @@ impl Queues {
 /// not used go back to it at the end, so that between batches the queue is all the state there is.
 struct RxQueue<'m, 'q> {
     memory: &'m GuestMemory,
-    queue: &'q mut Queue,
+    queue: &'q mut Virtqueue,
     slices: Vec<VolatileSlice<'m>>,
     chains: Vec<Chain>,
     /// How many of `chains` were delivered.
     delivered: usize,
     used: bool,
-    error: Option<virtio_queue::Error>,
+    error: Option<DeviceError>,
 }
 
 impl<'m, 'q> RxQueue<'m, 'q> {
-    fn new(memory: &'m GuestMemory, queue: &'q mut Queue) -> Self {
+    fn new(memory: &'m GuestMemory, queue: &'q mut Virtqueue) -> Self {
         Self {
             memory,
             queue,
@@ -244,11 +254,11 @@ impl<'m, 'q> RxQueue<'m, 'q> {
     }
 
     /// Puts back what was not used. Returns whether anything was used.
-    fn finish(self) -> Result<bool, virtio_queue::Error> {
+    fn finish(self) -> Result<bool, DeviceError> {
         let left = self.chains.len().saturating_sub(self.delivered);
         // At most the size of the queue, a u16.
         let left = u16::try_from(left).unwrap_or(0);
-        self.queue.set_next_avail(self.queue.next_avail().wrapping_sub(left));
+        self.queue.put_back(left);
         self.error.map_or(Ok(self.used), Err)
     }
 
@@ -256,13 +266,13 @@ impl<'m, 'q> RxQueue<'m, 'q> {
         self.chains.get(self.delivered.checked_add(index)?)
     }
 
-    fn fetch(&mut self) -> Result<bool, virtio_queue::Error> {
+    fn fetch(&mut self) -> Result<bool, DeviceError> {
         // Chains that cannot carry a packet go back at once, but not endlessly: the guest may
         // offer them again while we are at it.
         for _ in 0..QUEUE_SIZE {
-            let Some(chain) = self.queue.iter(self.memory)?.next() else { return Ok(false) };
-            let head = chain.head_index();
-            let flat = packet::flatten(self.memory, chain, Access::Write, &mut self.slices);
+            let Some(chain) = self.queue.pop(self.memory)? else { return Ok(false) };
+            let head = chain.head();
+            let flat = packet::flatten(self.memory, chain, Access::Write, &mut self.slices)?;
             match flat {
                 Some(chain) if chain.payload_len > 0 => {
                     self.chains.push(chain);
@@ -304,9 +314,12 @@ impl RxBuffers for RxQueue<'_, '_> {
         self.chain(index).map_or(0, |chain| chain.payload_len)
     }
 
-    fn deliver(&mut self, header: Header) -> Result<(), virtio_queue::Error> {
+    fn deliver(&mut self, header: Header) -> Result<(), DeviceError> {
         let Some(chain) = self.chains.get(self.delivered) else {
-            return Err(self.error.take().unwrap_or(virtio_queue::Error::InvalidChain));
+            return Err(self
+                .error
+                .take()
+                .unwrap_or_else(|| DeviceError::Driver("no receive buffer".into())));
         };
         let slices = self.slices.get(chain.header.clone()).unwrap_or_default();
         packet::write_header(slices, header);

@@ -4,9 +4,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use proptest::prelude::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use virtio_bindings::bindings::virtio_ring::{
+    VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC,
+};
 use virtio_queue::desc::RawDescriptor;
 use virtio_queue::desc::split::Descriptor;
 use virtio_queue::mock::MockSplitQueue;
+use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -82,8 +86,8 @@ impl Driver {
             let [_, _, used, _] = parts(start);
             queue.set_used_ring_address(Some(u32::try_from(used - 2).unwrap()), Some(0));
             memory.write_obj(0_u32, GuestAddress(used - 2)).unwrap();
-            queue.set_event_idx(self.event_idx);
-            queue
+            let features = if self.event_idx { 1 << VIRTIO_RING_F_EVENT_IDX } else { 0 };
+            Virtqueue::new(queue, features | 1 << VIRTIO_RING_F_INDIRECT_DESC)
         });
         self.device
             .activate(Activation {
@@ -265,7 +269,7 @@ fn a_chain_without_a_header_is_given_back_and_forgotten() {
 fn receive_buffers_that_cannot_carry_a_packet_are_given_back() {
     let mut driver = Driver::new(true);
     let mut stream = driver.open();
-    for (len, flags) in [(44, WRITE), (10, WRITE), (4096, 0), (0, WRITE)] {
+    for (len, flags) in [(44, WRITE), (10, WRITE), (4096, 0), (1, WRITE)] {
         let index = driver.rx_posted % QUEUE_SIZE;
         driver.set_descriptor(RX_RING, index, Descriptor::new(RX_DATA, len, flags, 0));
         driver.post(RX_RING, driver.rx_posted, index);

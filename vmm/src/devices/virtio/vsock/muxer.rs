@@ -27,6 +27,7 @@ use super::connection::{Connection, Pair, RxBuffers, Turn, Verdict};
 use super::handle::{Command, Commands, EventSender, VsockEvent};
 use super::packet::{HOST_CID, Header, Op, TYPE_STREAM};
 use super::socket::Socket;
+use crate::devices::virtio::DeviceError;
 
 /// Most connections at a time, those included that the guest has not answered yet or that only
 /// have data for the host left.
@@ -552,8 +553,8 @@ impl Muxer {
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
     /// The receive queue.
-    #[error("bad receive queue: {0}")]
-    Queue(#[from] virtio_queue::Error),
+    #[error(transparent)]
+    Queue(#[from] DeviceError),
     /// The epoll set or the timer.
     #[error("host I/O failed: {0}")]
     Io(#[from] io::Error),

@@ -9,10 +9,9 @@
 
 use std::ops::Range;
 
-use virtio_queue::DescriptorChain;
 use vm_memory::{GuestMemory as _, Permissions, VolatileSlice};
 
-use crate::devices::virtio::GuestMemory;
+use crate::devices::virtio::{DeviceError, GuestMemory, chain};
 
 /// Size of the packet header in bytes.
 pub const HEADER_LEN: usize = 44;
@@ -211,29 +210,37 @@ pub struct Chain {
 }
 
 /// Appends the slices of a chain to `slices`, cut behind the header, and says where they lie. `None`: the
-/// chain is shorter than a header, has too many parts, leaves guest memory, or has a descriptor that
-/// points the wrong way; nothing was appended then.
+/// chain is shorter than a header, has too many parts, or has a descriptor that points the wrong way; nothing
+/// was appended then.
+///
+/// # Errors
+/// The chain is broken or leaves guest memory.
 pub fn flatten<'m>(
     memory: &'m GuestMemory,
-    chain: DescriptorChain<&GuestMemory>,
+    chain: chain::Chain<'_>,
     access: Access,
     slices: &mut Vec<VolatileSlice<'m>>,
-) -> Option<Chain> {
+) -> Result<Option<Chain>, DeviceError> {
     let start = slices.len();
     let flat = append(memory, chain, access, slices);
-    if flat.is_none() {
+    if !matches!(flat, Ok(Some(_))) {
         slices.truncate(start);
     }
     flat
 }
 
+/// A part of a slice that lies in it; cannot fail.
+fn bad(error: vm_memory::VolatileMemoryError) -> DeviceError {
+    vm_memory::GuestMemoryError::from(error).into()
+}
+
 fn append<'m>(
     memory: &'m GuestMemory,
-    chain: DescriptorChain<&GuestMemory>,
+    chain: chain::Chain<'_>,
     access: Access,
     slices: &mut Vec<VolatileSlice<'m>>,
-) -> Option<Chain> {
-    let head = chain.head_index();
+) -> Result<Option<Chain>, DeviceError> {
+    let head = chain.head();
     let start = slices.len();
     let permissions = match access {
         Access::Read => Permissions::Read,
@@ -243,36 +250,35 @@ fn append<'m>(
     let mut header_end = start;
     let mut payload_len = 0_usize;
     for (count, descriptor) in chain.enumerate() {
-        // Empty descriptors yield no slice, so they are counted apart: an indirect table may hold
-        // 65,535 of them.
+        let descriptor = descriptor?;
         if count >= MAX_SLICES || descriptor.is_write_only() != (access == Access::Write) {
-            return None;
+            return Ok(None);
         }
-        let len = usize::try_from(descriptor.len()).ok()?;
-        for slice in memory.get_slices(descriptor.addr(), len, permissions).ok()? {
-            let mut slice = slice.ok()?;
+        let len = usize::try_from(descriptor.len()).unwrap_or(usize::MAX);
+        for slice in memory.get_slices(descriptor.addr(), len, permissions)? {
+            let mut slice = slice?;
             if header_left > 0 {
-                let part = slice.subslice(0, header_left.min(slice.len())).ok()?;
-                header_left = header_left.checked_sub(part.len())?;
-                slice = slice.offset(part.len()).ok()?;
+                let part = slice.subslice(0, header_left.min(slice.len())).map_err(bad)?;
+                header_left = header_left.saturating_sub(part.len());
+                slice = slice.offset(part.len()).map_err(bad)?;
                 slices.push(part);
                 header_end = slices.len();
             }
             if !slice.is_empty() {
-                payload_len = payload_len.checked_add(slice.len())?;
+                payload_len = payload_len.saturating_add(slice.len());
                 slices.push(slice);
             }
             if slices.len() - start > MAX_SLICES {
-                return None;
+                return Ok(None);
             }
         }
     }
-    (header_left == 0).then_some(Chain {
+    Ok((header_left == 0).then_some(Chain {
         head,
         header: start..header_end,
         payload: header_end..slices.len(),
         payload_len,
-    })
+    }))
 }
 
 /// Reads a header from the slices that hold one.
@@ -328,9 +334,10 @@ mod tests {
             .iter()
             .map(|&(addr, len, flags)| RawDescriptor::from(Descriptor::new(addr, len, flags, 0)))
             .collect();
-        let chain = queue.build_desc_chain(&descriptors).unwrap();
+        queue.build_desc_chain(&descriptors).unwrap();
+        let chain = chain::Chain::new(memory, queue.desc_table_addr(), 256, 0, true).unwrap();
         let mut slices = Vec::new();
-        let result = flatten(memory, chain, access, &mut slices);
+        let result = flatten(memory, chain, access, &mut slices).ok().flatten();
         if result.is_none() {
             assert!(slices.is_empty());
         }
@@ -467,9 +474,10 @@ mod tests {
         memory.write_slice(&sample().to_bytes(), GuestAddress(DATA)).unwrap();
         let queue = MockSplitQueue::new(&memory, 16);
         let parts = [RawDescriptor::from(Descriptor::new(DATA, 44, READ, 0))];
-        let chain = queue.build_desc_chain(&parts).unwrap();
+        queue.build_desc_chain(&parts).unwrap();
+        let chain = chain::Chain::new(&memory, queue.desc_table_addr(), 16, 0, true).unwrap();
         let mut slices = Vec::new();
-        let chain = flatten(&memory, chain, Access::Read, &mut slices).unwrap();
+        let chain = flatten(&memory, chain, Access::Read, &mut slices).unwrap().unwrap();
         assert_eq!(read_header(&slices[chain.header]), sample());
     }
 }

@@ -9,6 +9,7 @@ use super::connection::RxBuffers;
 use super::handle::{VsockEvent, VsockEvents, VsockHandle, channels};
 use super::muxer::Muxer;
 use super::packet::{HOST_CID, Header, Op, TYPE_STREAM};
+use crate::devices::virtio::DeviceError;
 
 /// The guest's CID in the tests.
 pub(super) const GUEST_CID: u64 = 3;
@@ -51,7 +52,7 @@ impl RxBuffers for TestRx {
         self.buffers[index][0].len()
     }
 
-    fn deliver(&mut self, header: Header) -> Result<(), virtio_queue::Error> {
+    fn deliver(&mut self, header: Header) -> Result<(), DeviceError> {
         let [slice] = self.buffers.pop_front().unwrap();
         let mut data = vec![0; header.len as usize];
         assert!(data.len() <= slice.len());

@@ -12,6 +12,7 @@ use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::devices::virtio::fs::{FsDevice, FsError};
+use crate::devices::virtio::queue::Virtqueue;
 use crate::devices::virtio::{
     Activation, DeviceError, GuestMemory, INTERRUPT_QUEUE, Interrupt, VirtioDevice,
 };
@@ -37,7 +38,8 @@ fn activate(device: &mut FsDevice, memory: &Arc<GuestMemory>, queue: Queue) -> A
     let status = Arc::new(AtomicU32::new(0));
     let line = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
     let hiprio = MockSplitQueue::create(memory.as_ref(), GuestAddress(0x20_0000), 16);
-    let queues = vec![hiprio.create_queue().unwrap(), queue];
+    let queues =
+        [hiprio.create_queue().unwrap(), queue].map(|queue| Virtqueue::new(queue, 0)).into();
     let interrupt = Interrupt::new(status.clone(), line);
     device.activate(Activation { memory: memory.clone(), features: 0, queues, interrupt }).unwrap();
     status
