@@ -18,9 +18,9 @@ use std::time::Duration;
 
 use casulo_vmm::devices::serial::Console;
 use casulo_vmm::devices::virtio::mmio::MmioTransport;
-use casulo_vmm::devices::virtio::page::{RegisterPage, register};
+use casulo_vmm::devices::virtio::page::register;
 use casulo_vmm::devices::virtio::worker::Worker;
-use casulo_vmm::devices::virtio::{GuestMemory, Interrupt, VirtioDevice};
+use casulo_vmm::devices::virtio::{GuestMemory, VirtioDevice};
 use event_manager::{EventManager, SubscriberOps};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MmapRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -102,21 +102,14 @@ impl Machine {
             let size = NonZeroUsize::new(4096).expect("not zero");
             casulo_vmm::memory::map_pages(size).expect("a page")
         });
-        let page = RegisterPage::new(pages.clone(), 0, device.device_type(), &device.config());
-        let page = Arc::new(page.expect("a configuration that fits"));
-        let event = || EventFd::new(EFD_NONBLOCK).expect("an eventfd");
-        let line = Arc::new(event());
-        let interrupt = Interrupt::of_page(page.clone(), line);
-        let (features, sizes) = (device.features(), device.queue_sizes());
-        let kicks: Arc<[EventFd]> = sizes.iter().map(|_| event()).collect();
+        let sizes = device.queue_sizes();
+        let line = Arc::new(EventFd::new(EFD_NONBLOCK).expect("an eventfd"));
         let console = Console::default();
-        let (worker, handle) =
-            Worker::new(device, kicks.clone(), page.clone(), interrupt.clone(), console.clone())
-                .expect("a worker");
+        let (transport, worker) =
+            MmioTransport::new(device, memory.clone(), pages.clone(), 0, line, console.clone())
+                .expect("a transport");
         let mut manager = EventManager::new_with_capacity(8).expect("an epoll set");
         manager.add_subscriber(worker);
-        let transport =
-            MmioTransport::new(page, features, &sizes, memory.clone(), interrupt, kicks, handle);
         let rings = (0..sizes.len() as u64).map(Ring::new).collect();
         Self {
             memory: memory.clone(),
