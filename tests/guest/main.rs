@@ -9,6 +9,7 @@ mod embed;
 mod ending;
 mod errors;
 mod isolation;
+mod memory;
 mod run;
 mod shares;
 mod support;

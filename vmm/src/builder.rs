@@ -17,6 +17,7 @@ use crate::devices::Attached;
 use crate::devices::bus::Bus;
 use crate::devices::serial::{Console, SerialPort};
 use crate::devices::virtio::VirtioDevice;
+use crate::devices::virtio::balloon::BalloonDevice;
 use crate::devices::virtio::block::BlockDevice;
 use crate::devices::virtio::fs::{FsDevice, FsError};
 use crate::devices::virtio::rng::RngDevice;
@@ -127,6 +128,7 @@ pub fn build(config: MachineConfig) -> Result<Vm, BuildError> {
         limit_hit = shares.limit_hit();
         devices.push((Box::new(shares), Kind::Fs));
     }
+    devices.push((Box::new(BalloonDevice::new()), Kind::Disks));
     let attached = Attached::new(&vm, devices, &memory, &console, &mut lines)?;
     kvm::set_memory(&vm, &memory, Some(&attached.pages))?;
 

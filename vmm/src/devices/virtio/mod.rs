@@ -6,6 +6,7 @@
 //!
 //! [spec]: https://docs.oasis-open.org/virtio/virtio/v1.2/virtio-v1.2.html
 
+pub mod balloon;
 pub mod block;
 pub mod chain;
 pub mod fs;
