@@ -14,6 +14,7 @@ mod memory;
 mod rivals;
 mod table;
 mod trace;
+mod vsock;
 
 /// Options.
 #[derive(clap::Args)]
@@ -27,6 +28,11 @@ enum What {
     /// From the start of the command to its result and to its end, cold, beside Firecracker and
     /// microsandbox
     Boot(boot::Args),
+    /// Throughput and round trips of vsock connections, beside Firecracker
+    Vsock(vsock::Args),
+    /// The part of `vsock` that runs beside the microVMs
+    #[command(hide = true)]
+    VsockInside(vsock::inside::Args),
     /// The part of `boot` that runs beside the microVMs
     #[command(hide = true)]
     Inside(inside::Args),
@@ -36,5 +42,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     match args.what {
         What::Boot(args) => boot::run(args),
         What::Inside(args) => inside::run(args),
+        What::Vsock(args) => vsock::run(args),
+        What::VsockInside(args) => vsock::inside::run(args),
     }
 }

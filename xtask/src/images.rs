@@ -54,6 +54,23 @@ pub(crate) fn boot_volume(init: Vec<u8>) -> Result<Vec<u8>> {
     boot::volume(init)
 }
 
+/// Options.
+#[derive(clap::Args)]
+pub(crate) struct VolumeArgs {
+    /// A static program, which becomes `/init`
+    program: PathBuf,
+    /// The erofs file to write
+    volume: PathBuf,
+}
+
+/// Writes a volume to a file.
+pub(crate) fn make_volume(args: &VolumeArgs) -> Result<()> {
+    let program = fs::read(&args.program)
+        .with_context(|| format!("cannot read {}", args.program.display()))?;
+    fs::write(&args.volume, boot_volume(program)?)
+        .with_context(|| format!("cannot write {}", args.volume.display()))
+}
+
 pub(crate) fn run(args: Args) -> Result<()> {
     let only = args.only.as_deref();
     if let Some(name) = only.filter(|name| *name != "agent" && !IMAGES.contains(name)) {

@@ -45,6 +45,9 @@ enum Command {
     Emulated(emulated::Args),
     /// One tarball that runs from any folder
     Dist(dist::Args),
+    /// A volume that boots a program of one's own, for tests of the VMM
+    #[command(hide = true)]
+    Volume(images::VolumeArgs),
 }
 
 fn main() -> ExitCode {
@@ -68,5 +71,6 @@ fn run(command: Command) -> Result<()> {
         Command::Images(args) => images::run(args),
         Command::Emulated(args) => emulated::run(args),
         Command::Dist(args) => dist::run(args),
+        Command::Volume(args) => images::make_volume(&args),
     }
 }

@@ -1,0 +1,277 @@
+//! The part of `bench vsock` that runs beside the microVMs.
+//!
+//! The guest's program is `vmm/examples/vsock_guest`. Each contender boots once and serves all measures.
+
+use std::fs;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::super::trace::Counter;
+use parent::{Guest, Parent};
+use wire::{ECHO, Order, SERVICE, SINK, SOURCE};
+
+#[path = "../../../../vmm/tests/common/parent.rs"]
+mod parent;
+#[path = "../../../../vmm/examples/vsock_guest/wire.rs"]
+mod wire;
+
+/// Memory of every guest.
+const MEMORY_MIB: u32 = 128;
+const FIRECRACKER_CMDLINE: &str = "quiet reboot=k panic=-1 pci=off i8042.noaux i8042.nomux \
+    i8042.nopnp i8042.dumbkbd random.trust_cpu=on tsc=reliable no_timer_check root=/dev/vda \
+    rootfstype=erofs ro init=/init";
+/// How long a transfer may stand still, and a guest may take to boot.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// All contenders, ours first.
+pub(super) const CONTENDERS: [&str; 2] = ["casulo-vmm", "Firecracker 1.12.1"];
+
+/// Options.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// What to do, as JSON
+    plan: PathBuf,
+}
+
+/// What is to be measured. A rival that is missing is a reason.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Plan {
+    pub(super) vmm: PathBuf,
+    pub(super) kernel: PathBuf,
+    /// What every guest boots from.
+    pub(super) volume: PathBuf,
+    pub(super) firecracker: Result<PathBuf, String>,
+    pub(super) runs: u32,
+}
+
+/// One figure of one contender; a line on standard output.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Measured {
+    pub(super) contender: String,
+    pub(super) measure: String,
+    /// Nanoseconds of each run.
+    pub(super) times: Result<Vec<u64>, String>,
+    /// VM exits of one run.
+    pub(super) exits: Result<u64, String>,
+}
+
+/// Something to be measured.
+pub(super) struct Measure {
+    pub(super) name: &'static str,
+    kind: u32,
+    /// Bytes of each write, on the side that writes.
+    size: u32,
+    /// Bytes in all, or round trips.
+    count: u64,
+}
+
+const MIB: u64 = 1 << 20;
+/// All of them, in the order in which they are measured.
+pub(super) const MEASURES: [Measure; 5] = [
+    Measure { name: "host -> guest, 64 KiB writes", kind: SINK, size: 65536, count: 64 * MIB },
+    Measure { name: "guest -> host, 64 KiB writes", kind: SOURCE, size: 65536, count: 64 * MIB },
+    Measure { name: "host -> guest, 4 KiB writes", kind: SINK, size: 4096, count: 16 * MIB },
+    Measure { name: "guest -> host, 4 KiB writes", kind: SOURCE, size: 4096, count: 16 * MIB },
+    Measure { name: "1 byte there and back", kind: ECHO, size: 1, count: 2000 },
+];
+
+impl Measure {
+    /// MiB, or round trips.
+    pub(super) fn amount(&self) -> f64 {
+        match self.kind {
+            ECHO => self.count as f64,
+            _ => self.count as f64 / MIB as f64,
+        }
+    }
+
+    /// A rate in words.
+    pub(super) fn format(&self, rate: f64, second: &str) -> String {
+        match self.kind {
+            ECHO => format!("{:.1} µ{second}", 1e6 / rate),
+            _ => format!("{rate:.0} MiB/{second}"),
+        }
+    }
+
+    /// One run on a fresh connection.
+    fn once(&self, vm: &dyn Vm) -> Result<Duration> {
+        let mut stream = vm.connect()?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let order =
+            Order { kind: self.kind, size: 65536, bytes: self.count, millis: 0, seed: 0 };
+        let order = if self.kind == SOURCE { Order { size: self.size, ..order } } else { order };
+        stream.write_all(&order.to_bytes())?;
+        let begin = Instant::now();
+        match self.kind {
+            SINK => {
+                let data = vec![7; self.size as usize];
+                let mut left = self.count;
+                while left > 0 {
+                    stream.write_all(&data)?;
+                    left = left.saturating_sub(data.len() as u64);
+                }
+                stream.read_exact(&mut [0])?;
+            }
+            SOURCE => {
+                let mut data = vec![0; 65536];
+                let mut left = self.count;
+                while left > 0 {
+                    let count = stream.read(&mut data)?;
+                    ensure!(count > 0, "the guest closed {left} bytes too early");
+                    left = left.saturating_sub(count as u64);
+                }
+            }
+            _ => {
+                for _ in 0..self.count {
+                    stream.write_all(&[1])?;
+                    stream.read_exact(&mut [0])?;
+                }
+            }
+        }
+        Ok(begin.elapsed())
+    }
+
+    fn runs(&self, vm: &dyn Vm, runs: u32) -> Result<Vec<u64>> {
+        self.once(vm)?;
+        (0..runs).map(|_| Ok(u64::try_from(self.once(vm)?.as_nanos())?)).collect()
+    }
+
+    fn exits(&self, vm: &dyn Vm) -> Result<u64> {
+        let counter = Counter::start().context("the tracepoint kvm:kvm_exit cannot be used")?;
+        self.once(vm)?;
+        Ok(counter.read()?.total())
+    }
+}
+
+/// A running guest.
+trait Vm {
+    /// A connection to [`SERVICE`].
+    fn connect(&self) -> io::Result<UnixStream>;
+}
+
+pub(crate) fn run(args: Args) -> Result<()> {
+    let plan: Plan = serde_json::from_slice(&fs::read(&args.plan)?)?;
+    let work = tempfile::tempdir()?;
+    let copy = |from: &Path, name: &str| -> Result<PathBuf> {
+        let to = work.path().join(name);
+        fs::copy(from, &to).with_context(|| format!("cannot copy {}", from.display()))?;
+        Ok(to)
+    };
+    let vmm = copy(&plan.vmm, "casulo-vmm")?;
+    let kernel = copy(&plan.kernel, "vmlinux")?;
+    let volume = copy(&plan.volume, "guest.erofs")?;
+    for contender in CONTENDERS {
+        let started: Result<Box<dyn Vm>> = if contender == CONTENDERS[0] {
+            casulo(&vmm, &kernel, &volume)
+        } else {
+            plan.firecracker
+                .clone()
+                .map_err(anyhow::Error::msg)
+                .and_then(|program| copy(&program, "firecracker"))
+                .and_then(|program| firecracker(&program, &kernel, &volume, work.path()))
+        };
+        for measure in &MEASURES {
+            eprintln!("measuring {contender}: {}", measure.name);
+            let result = match &started {
+                Ok(vm) => measure.runs(&**vm, plan.runs),
+                Err(error) => Err(anyhow::anyhow!("{error:#}")),
+            };
+            let exits = match (&started, &result) {
+                (Ok(vm), Ok(_)) => measure.exits(&**vm),
+                _ => Err(anyhow::anyhow!("it does not run")),
+            };
+            let line = Measured {
+                contender: contender.to_owned(),
+                measure: measure.name.to_owned(),
+                times: result.map_err(|error| format!("{error:#}")),
+                exits: exits.map_err(|error| format!("{error:#}")),
+            };
+            let mut text = serde_json::to_vec(&line)?;
+            text.push(b'\n');
+            io::stdout().write_all(&text)?;
+        }
+    }
+    Ok(())
+}
+
+impl Vm for Parent {
+    fn connect(&self) -> io::Result<UnixStream> {
+        Parent::connect(self, SERVICE)
+    }
+}
+
+fn casulo(vmm: &Path, kernel: &Path, volume: &Path) -> Result<Box<dyn Vm>> {
+    let guest =
+        Guest { vmm, kernel, volume, cpus: 1, memory_mib: MEMORY_MIB, listen: Vec::new() };
+    let parent = Parent::start(&guest)?;
+    wait(&parent)?;
+    Ok(Box::new(parent))
+}
+
+/// A running Firecracker.
+struct Firecracker {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Vm for Firecracker {
+    fn connect(&self) -> io::Result<UnixStream> {
+        let mut stream = UnixStream::connect(&self.socket)?;
+        writeln!(stream, "CONNECT {SERVICE}")?;
+        // It says "OK" and a port in a line before anything else; the guest speaks only when asked.
+        let mut line = String::new();
+        BufReader::new(&stream).read_line(&mut line)?;
+        match line.starts_with("OK ") {
+            true => Ok(stream),
+            false => Err(io::Error::new(io::ErrorKind::ConnectionRefused, line)),
+        }
+    }
+}
+
+impl Drop for Firecracker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn firecracker(program: &Path, kernel: &Path, volume: &Path, work: &Path) -> Result<Box<dyn Vm>> {
+    let socket = work.join("vsock");
+    let config = serde_json::json!({
+        "boot-source": { "kernel_image_path": kernel, "boot_args": FIRECRACKER_CMDLINE },
+        "drives": [{
+            "drive_id": "root",
+            "path_on_host": volume,
+            "is_root_device": true,
+            "is_read_only": true,
+        }],
+        "machine-config": { "vcpu_count": 1, "mem_size_mib": MEMORY_MIB },
+        "vsock": { "guest_cid": 3, "uds_path": socket },
+    });
+    let file = work.join("firecracker.json");
+    fs::write(&file, serde_json::to_vec(&config)?)?;
+    let mut command = Command::new(program);
+    command.args(["--no-api", "--level", "Error", "--config-file"]).arg(file);
+    let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
+    let vm = Firecracker { child, socket };
+    wait(&vm)?;
+    Ok(Box::new(vm))
+}
+
+/// Waits until the guest's program listens.
+fn wait(vm: &dyn Vm) -> Result<()> {
+    let begin = Instant::now();
+    loop {
+        match vm.connect() {
+            Ok(_) => return Ok(()),
+            Err(_) if begin.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(20)),
+            Err(error) => bail!("the guest does not listen: {error}"),
+        }
+    }
+}
