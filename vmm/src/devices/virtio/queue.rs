@@ -172,6 +172,25 @@ impl Virtqueue {
         Ok(self.ring.enable_notification(memory)?)
     }
 
+    /// How many chains the driver has made available so far, modulo 2^16.
+    pub fn available(&self, memory: &GuestMemory) -> Result<u16, QueueError> {
+        Ok(self.ring.avail_idx(memory, Ordering::Acquire)?.0)
+    }
+
+    /// Like [`Virtqueue::enable_notification`], for what comes after the first `available` chains, while
+    /// those before that stay where they are.
+    pub fn enable_notification_after(
+        &mut self,
+        memory: &GuestMemory,
+        available: u16,
+    ) -> Result<bool, QueueError> {
+        let next = self.ring.next_avail();
+        self.ring.set_next_avail(available);
+        let more = self.ring.enable_notification(memory);
+        self.ring.set_next_avail(next);
+        Ok(more?)
+    }
+
     /// Asks the driver not to kick; it is free to.
     pub fn disable_notification(&mut self, memory: &GuestMemory) -> Result<(), QueueError> {
         Ok(self.ring.disable_notification(memory)?)

@@ -103,8 +103,7 @@ impl Measure {
         let mut stream = vm.connect()?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
-        let order =
-            Order { kind: self.kind, size: 65536, bytes: self.count, millis: 0, seed: 0 };
+        let order = Order { kind: self.kind, size: 65536, bytes: self.count, millis: 0, seed: 0 };
         let order = if self.kind == SOURCE { Order { size: self.size, ..order } } else { order };
         stream.write_all(&order.to_bytes())?;
         let begin = Instant::now();
@@ -207,8 +206,7 @@ impl Vm for Parent {
 }
 
 fn casulo(vmm: &Path, kernel: &Path, volume: &Path) -> Result<Box<dyn Vm>> {
-    let guest =
-        Guest { vmm, kernel, volume, cpus: 1, memory_mib: MEMORY_MIB, listen: Vec::new() };
+    let guest = Guest { vmm, kernel, volume, cpus: 1, memory_mib: MEMORY_MIB, listen: Vec::new() };
     let parent = Parent::start(&guest)?;
     wait(&parent)?;
     Ok(Box::new(parent))
@@ -223,7 +221,10 @@ struct Firecracker {
 impl Vm for Firecracker {
     fn connect(&self) -> io::Result<UnixStream> {
         let mut stream = UnixStream::connect(&self.socket)?;
-        writeln!(stream, "CONNECT {SERVICE}")?;
+        // Before the guest has a driver nobody answers.
+        stream.set_read_timeout(Some(Duration::from_secs(1)))?;
+        // In one piece: it gives up on a line that is not whole when it looks.
+        stream.write_all(format!("CONNECT {SERVICE}\n").as_bytes())?;
         // It says "OK" and a port in a line before anything else; the guest speaks only when asked.
         let mut line = String::new();
         BufReader::new(&stream).read_line(&mut line)?;

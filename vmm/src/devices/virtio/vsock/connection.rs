@@ -8,14 +8,12 @@
 //! **Flow control.** Each side has a receive buffer per connection and puts into every packet how large
 //! it is (`buf_alloc`) and how many bytes have left it so far (`fwd_cnt`, which wraps). The other side
 //! may send `buf_alloc - (sent - fwd_cnt)` bytes more, its *credit*. CREDIT_UPDATE carries these two
-//! numbers and nothing else; CREDIT_REQUEST asks for one. Packets are not reordered by the queues, but a
-//! guest kernel may fill in the numbers of two packets in one order and queue them in the other, so
-//! an old `fwd_cnt` is no mistake.
+//! numbers and nothing else; CREDIT_REQUEST asks for one.
 //!
 //! Linux (from 6.12.92 on, among others) has a second limit, in *packets*: it resets a connection whose
 //! unread packets, however small, would together need more than `buf_alloc` bytes of socket buffer
 //! overhead. So unread packets are counted here too; when there are too many, bytes wait in the
-//! host's socket, and the next packet is a large one.
+//! host's socket, and the next packet is a large one. The arithmetic is in [`super::credit`].
 //!
 //! **End.** SHUTDOWN says that its sender will send no more, receive no more, or both. One direction may
 //! end long before the other. Once both are over the receiver of the SHUTDOWN answers RST, and the
@@ -42,13 +40,13 @@
 //! says otherwise. While the guest has no credit or no buffers nobody looks at it, so a stalled guest
 //! or a dead peer costs nothing.
 
-use std::collections::VecDeque;
 use std::io;
 use std::time::{Duration, Instant};
 
 use rustix::net::Shutdown;
 use vm_memory::VolatileSlice;
 
+use super::credit::{Credit, Window};
 use super::packet::{Header, Op, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 use super::socket::{Buffer, Socket};
 use crate::devices::virtio::DeviceError;
@@ -60,13 +58,6 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// First and longest time after which a guest that gives no credit is asked for it.
 const PROBE_TIMES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-
-/// What one unread packet is taken to cost the guest. Linux counts 576 bytes on x86-64; kernels with
-/// debugging options have larger structures.
-const PACKET_COST: u32 = 1024;
-
-/// Most unread packets that are tracked, and so allowed, per connection.
-const MAX_UNREAD: usize = 2048;
 
 /// Most packets and bytes that one turn sends to the guest.
 const MAX_TURN: (usize, u32) = (32, 128 * 1024);
@@ -127,18 +118,10 @@ pub struct Connection {
     readable: bool,
     /// How many buffers a read is likely to fill.
     appetite: usize,
-    guest_buf_alloc: u32,
-    guest_fwd_cnt: u32,
-    sent: u32,
-    /// Values of `sent` at the end of each packet that the guest may not have read.
-    unread: VecDeque<u32>,
+    credit: Credit,
 
     // From the guest.
-    buf_alloc: u32,
-    received: u32,
-    fwd_cnt: u32,
-    /// The `fwd_cnt` that the guest knows.
-    fwd_cnt_told: u32,
+    window: Window,
     buffer: Buffer,
 
     // Who still does what.
@@ -183,7 +166,7 @@ impl Connection {
         Self {
             socket: Some(socket),
             greeting: Some(Op::Response),
-            guest_buf_alloc: header.buf_alloc,
+            credit: Credit::new(header.buf_alloc),
             ..Self::new(pair, guest_cid, buf_alloc)
         }
     }
@@ -196,14 +179,8 @@ impl Connection {
             socket: None,
             readable: false,
             appetite: 1,
-            guest_buf_alloc: 0,
-            guest_fwd_cnt: 0,
-            sent: 0,
-            unread: VecDeque::new(),
-            buf_alloc,
-            received: 0,
-            fwd_cnt: 0,
-            fwd_cnt_told: 0,
+            credit: Credit::new(0),
+            window: Window::new(buf_alloc),
             buffer: Buffer::default(),
             guest_sends: true,
             guest_receives: true,
@@ -236,7 +213,7 @@ impl Connection {
 
     /// Size of the receive buffer in bytes.
     pub fn buf_alloc(&self) -> u32 {
-        self.buf_alloc
+        self.window.size()
     }
 
     /// Whether the socket's becoming writable matters.
@@ -254,7 +231,7 @@ impl Connection {
         self.request = None;
         self.deadline = None;
         self.socket = Some(socket);
-        self.guest_buf_alloc = header.buf_alloc;
+        self.credit = Credit::new(header.buf_alloc);
     }
 
     /// A packet of the guest, other than REQUEST and an awaited RESPONSE. `payload` has `len` bytes.
@@ -265,7 +242,9 @@ impl Connection {
         payload: &[VolatileSlice<'_>],
         len: usize,
     ) -> Verdict {
-        self.take_credit(header);
+        if self.credit.update(header.buf_alloc, header.fwd_cnt) {
+            self.probe = PROBE_TIMES.0;
+        }
         match op {
             Op::Reset => Verdict::Ended { reset: false },
             Op::Request | Op::Response => Verdict::Ended { reset: true },
@@ -281,34 +260,17 @@ impl Connection {
         }
     }
 
-    fn take_credit(&mut self, header: &Header) {
-        self.guest_buf_alloc = header.buf_alloc;
-        // Forward and no further than what was sent: all else is old, or a lie.
-        let ahead = header.fwd_cnt.wrapping_sub(self.guest_fwd_cnt);
-        let outstanding = self.sent.wrapping_sub(self.guest_fwd_cnt);
-        if ahead == 0 || ahead > outstanding {
-            return;
-        }
-        self.guest_fwd_cnt = header.fwd_cnt;
-        self.probe = PROBE_TIMES.0;
-        let outstanding = outstanding - ahead;
-        while let Some(end) = self.unread.front()
-            && self.sent.wrapping_sub(*end) >= outstanding
-        {
-            self.unread.pop_front();
-        }
-    }
-
     fn data(&mut self, payload: &[VolatileSlice<'_>], len: usize) -> Verdict {
         // Exact: what was received and has not left is in the buffer.
-        let free = (self.buf_alloc as usize).saturating_sub(self.buffer.len());
+        let size = self.window.size() as usize;
+        let free = size.saturating_sub(self.buffer.len());
         if !self.guest_sends || len > free {
             return Verdict::Ended { reset: true };
         }
         let Ok(count) = u32::try_from(len) else {
             return Verdict::Ended { reset: true };
         };
-        self.received = self.received.wrapping_add(count);
+        self.window.receive(count);
         if !self.host_receives {
             self.forwarded(len);
             return Verdict::Open;
@@ -329,7 +291,7 @@ impl Connection {
             }
         }
         if sent < len {
-            self.buffer.push(payload, sent, self.buf_alloc as usize);
+            self.buffer.push(payload, sent, size);
         }
         self.forwarded(sent);
         Verdict::Open
@@ -339,13 +301,7 @@ impl Connection {
     fn forwarded(&mut self, count: usize) {
         // No more than `buf_alloc`, a u32, is ever in the buffer.
         let count = u32::try_from(count).unwrap_or(u32::MAX);
-        self.fwd_cnt = self.fwd_cnt.wrapping_add(count);
-        let guest_sees_used = self.received.wrapping_sub(self.fwd_cnt_told);
-        // Early enough for the guest to never wait when the host reads as fast as it writes.
-        if self.guest_sends
-            && guest_sees_used > self.buf_alloc / 2
-            && self.fwd_cnt != self.fwd_cnt_told
-        {
+        if self.window.forward(count) && self.guest_sends {
             self.credit_update = true;
         }
     }
@@ -394,7 +350,7 @@ impl Connection {
         self.guest_sends = false;
         self.guest_receives = false;
         self.deadline = None;
-        self.unread = VecDeque::new();
+        self.credit.close();
         if let Some(socket) = &self.socket {
             socket.shutdown(Shutdown::Read);
         }
@@ -455,7 +411,8 @@ impl Connection {
 
     /// Whether there is something to tell the guest, if it has a buffer.
     pub fn has_work(&self) -> bool {
-        !self.over && (self.control().is_some() || (self.wants_to_read() && self.credit() > 0))
+        !self.over
+            && (self.control().is_some() || (self.wants_to_read() && self.credit.bytes() > 0))
     }
 
     fn wants_to_read(&self) -> bool {
@@ -467,21 +424,7 @@ impl Connection {
     }
 
     fn is_stalled(&self) -> bool {
-        self.wants_to_read() && self.credit() == 0
-    }
-
-    /// Bytes that may be sent now, by both limits.
-    fn credit(&self) -> u32 {
-        if self.unread.len() >= self.most_unread() {
-            return 0;
-        }
-        self.guest_buf_alloc.saturating_sub(self.sent.wrapping_sub(self.guest_fwd_cnt))
-    }
-
-    fn most_unread(&self) -> usize {
-        usize::try_from(self.guest_buf_alloc / PACKET_COST)
-            .unwrap_or(MAX_UNREAD)
-            .clamp(1, MAX_UNREAD)
+        self.wants_to_read() && self.credit.bytes() == 0
     }
 
     fn shutdown_due(&self) -> u32 {
@@ -539,12 +482,12 @@ impl Connection {
     }
 
     fn send_data<R: RxBuffers>(&mut self, rx: &mut R) -> Result<Turn, DeviceError> {
-        let credit = self.credit().min(MAX_TURN.1);
+        let credit = self.credit.bytes().min(MAX_TURN.1);
         let Some(socket) = &self.socket else { return Ok(Turn::Done) };
         if credit == 0 {
             return Ok(Turn::Done);
         }
-        let most = self.most_unread().saturating_sub(self.unread.len()).min(self.appetite).max(1);
+        let most = self.credit.packets().min(self.appetite);
         let buffers = rx.ready(most).min(most);
         if buffers == 0 {
             return Ok(Turn::NoBuffer);
@@ -584,8 +527,7 @@ impl Connection {
         while left > 0 {
             let part = rx.capacity(0).min(left);
             let len = u32::try_from(part).unwrap_or(u32::MAX);
-            self.sent = self.sent.wrapping_add(len);
-            self.unread.push_back(self.sent);
+            self.credit.spend(len);
             let header = Header { len, ..self.header(Op::ReadWrite) };
             rx.deliver(header)?;
             left = left.saturating_sub(part.max(1));
@@ -601,7 +543,7 @@ impl Connection {
 
     /// A header of this connection. It carries the newest credit, so no update is due after it.
     fn header(&mut self, op: Op) -> Header {
-        self.fwd_cnt_told = self.fwd_cnt;
+        let (buf_alloc, fwd_cnt) = self.window.tell();
         self.credit_update = false;
         Header {
             src_cid: super::packet::HOST_CID,
@@ -610,19 +552,16 @@ impl Connection {
             dst_port: self.pair.guest,
             kind: super::packet::TYPE_STREAM,
             op: op.number(),
-            buf_alloc: self.buf_alloc,
-            fwd_cnt: self.fwd_cnt,
+            buf_alloc,
+            fwd_cnt,
             ..Header::default()
         }
     }
 
     #[cfg(test)]
     pub(super) fn shift_counters(&mut self, start: u32) {
-        self.sent = start;
-        self.guest_fwd_cnt = start;
-        self.received = start;
-        self.fwd_cnt = start;
-        self.fwd_cnt_told = start;
+        self.credit.shift(start);
+        self.window.shift(start);
     }
 }
 

@@ -12,6 +12,7 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 use vm_memory::VolatileSlice;
 
 use super::connection::{RxBuffers, Turn};
+use super::event::EventQueue;
 use super::handle::{VsockEvents, VsockHandle, channels};
 use super::muxer::{Muxer, SendError};
 use super::packet::{self, Access, Chain, HEADER_LEN, Header};
@@ -24,6 +25,8 @@ const QUEUE_SIZE: u16 = 256;
 const RX: usize = 0;
 /// Index of the queue with packets of the guest.
 const TX: usize = 1;
+/// Index of the queue with buffers for events.
+const EVENT: usize = 2;
 
 /// Most packets of the guest, and most turns of connections, that one call handles. A guest that keeps
 /// the queues full gets another call, but timers and sockets come in between.
@@ -35,13 +38,14 @@ pub struct VsockDevice {
     guest_cid: u64,
     muxer: Muxer,
     active: Option<Active>,
+    /// Whether the next driver is one that was restored with connections.
+    restored: bool,
 }
 
 #[derive(Debug)]
 struct Active {
     queues: Queues,
     /// Buffers for events.
-    events: Virtqueue,
     interrupt: Interrupt,
 }
 
@@ -54,7 +58,7 @@ impl VsockDevice {
     pub fn new(guest_cid: u64, listen: &[u32]) -> io::Result<(Self, VsockHandle, VsockEvents)> {
         let (handle, commands, sender, events) = channels()?;
         let muxer = Muxer::new(guest_cid, listen, commands, sender)?;
-        Ok((Self { guest_cid, muxer, active: None }, handle, events))
+        Ok((Self { guest_cid, muxer, active: None, restored: false }, handle, events))
     }
 
     fn run(&mut self, tx: bool) -> Result<(), DeviceError> {
@@ -77,7 +81,6 @@ impl VirtioDevice for VsockDevice {
     }
 
     fn queue_sizes(&self) -> Vec<u16> {
-        // The third queue is for events; there are none yet.
         vec![QUEUE_SIZE; 3]
     }
 
@@ -87,19 +90,20 @@ impl VirtioDevice for VsockDevice {
 
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError> {
         let mut queues = activation.queues.into_iter();
-        let (Some(rx), Some(tx), Some(events)) = (queues.next(), queues.next(), queues.next())
+        let (Some(rx), Some(tx), Some(event)) = (queues.next(), queues.next(), queues.next())
         else {
             return Err(DeviceError::Driver("the vsock device needs its queues".into()));
         };
-        let queues = Queues { memory: activation.memory, rx, tx };
-        self.active = Some(Active { queues, events, interrupt: activation.interrupt });
+        let event = EventQueue::new(event, std::mem::take(&mut self.restored));
+        let queues = Queues { memory: activation.memory, rx, tx, event };
+        self.active = Some(Active { queues, interrupt: activation.interrupt });
         // A driver may fill its queues before it says DRIVER_OK.
         self.run(true)
     }
 
     fn queue_event(&mut self, queue: usize) -> Result<(), DeviceError> {
         match queue {
-            RX => self.run(false),
+            RX | EVENT => self.run(false),
             TX => self.run(true),
             _ => Ok(()),
         }
@@ -117,33 +121,41 @@ impl VirtioDevice for VsockDevice {
 
     fn reset(&mut self) {
         self.active = None;
+        self.restored = false;
         self.muxer.reset();
     }
 
     fn queues(&self) -> Vec<&Virtqueue> {
         self.active
             .iter()
-            .flat_map(|active| [&active.queues.rx, &active.queues.tx, &active.events])
+            .flat_map(|active| [&active.queues.rx, &active.queues.tx, active.queues.event.queue()])
             .collect()
     }
 
     fn save(&self) -> Result<serde_json::Value, DeviceError> {
         // Connections do not survive a snapshot; the ports that they used are not used again.
-        Ok(serde_json::json!({ "next_port": self.muxer.next_port() }))
+        Ok(serde_json::json!({
+            "next_port": self.muxer.next_port(),
+            "active": self.active.is_some(),
+        }))
     }
 
     fn restore(&mut self, state: serde_json::Value) -> Result<(), DeviceError> {
         let port = state.get("next_port").and_then(serde_json::Value::as_u64);
         let port = port.and_then(|port| u32::try_from(port).ok());
-        if port.is_some_and(|port| self.muxer.set_next_port(port)) {
-            Ok(())
-        } else {
-            Err(DeviceError::State(format!("vsock: no usable next_port in {state}")))
+        let active = state.get("active").and_then(serde_json::Value::as_bool);
+        let (Some(port), Some(active)) = (port, active) else {
+            return Err(DeviceError::State(format!("vsock: no next_port and active in {state}")));
+        };
+        if !self.muxer.set_next_port(port) {
+            return Err(DeviceError::State(format!("vsock: next_port {port} is out of range")));
         }
+        self.restored = active;
+        Ok(())
     }
 }
 
-/// The two queues in use and the memory that they live in. Apart from the device, so that tests (and
+/// The queues in use and the memory that they live in. Apart from the device, so that tests (and
 /// fuzzing) can drive it without a transport.
 #[derive(Debug)]
 pub struct Queues {
@@ -153,6 +165,8 @@ pub struct Queues {
     pub rx: Virtqueue,
     /// Packets of the guest.
     pub tx: Virtqueue,
+    /// What the guest has to know of its connections.
+    pub event: EventQueue,
 }
 
 impl Queues {
@@ -163,13 +177,13 @@ impl Queues {
     pub fn run(&mut self, muxer: &mut Muxer, tx: bool, now: Instant) -> Result<bool, DeviceError> {
         let memory = Arc::clone(&self.memory);
         let mut done = true;
-        let mut interrupt = false;
+        let mut interrupt = self.event.run(&memory)?;
         if tx {
             let (all, used) = self.take(&memory, muxer)?;
             done &= all;
             interrupt |= used && self.tx.needs_notification(&memory)?;
         }
-        if muxer.has_work() {
+        if self.event.allows_packets() && muxer.has_work() {
             let mut rx = RxQueue::new(&memory, &mut self.rx);
             let result = muxer.send(&mut rx, BUDGET, now);
             let used = rx.finish()?;

@@ -26,9 +26,12 @@ const WRITE: u16 = 2;
 
 const RX_RING: u64 = 0;
 const TX_RING: u64 = 0x1_0000;
+const EVENT_RING: u64 = 0x2_0000;
 /// 4 KiB for each receive buffer, by descriptor.
 const RX_DATA: u64 = 0x10_0000;
 const TX_DATA: u64 = 0x30_0000;
+/// 8 bytes for each event buffer, by descriptor.
+const EVENT_DATA: u64 = 0x50_0000;
 const MEMORY: usize = 0x80_0000;
 
 /// A driver for one device.
@@ -41,6 +44,7 @@ struct Driver {
     rx_posted: u16,
     rx_seen: u16,
     tx_posted: u16,
+    events_posted: u16,
     event_idx: bool,
 }
 
@@ -71,6 +75,7 @@ impl Driver {
             rx_posted: 0,
             rx_seen: 0,
             tx_posted: 0,
+            events_posted: 0,
             event_idx,
         };
         driver.activate();
@@ -78,16 +83,15 @@ impl Driver {
     }
 
     fn activate(&mut self) {
-        (self.rx_posted, self.rx_seen, self.tx_posted) = (0, 0, 0);
+        (self.rx_posted, self.rx_seen, self.tx_posted, self.events_posted) = (0, 0, 0, 0);
         let memory = Arc::clone(&self.memory);
-        let queues = [RX_RING, TX_RING, 0x2_0000].map(|start| {
+        let queues = [RX_RING, TX_RING, EVENT_RING].map(|start| {
             let mut queue: Queue = ring(&memory, start).create_queue().unwrap();
             // The mock places the used ring without room for `used_event`.
             let [_, _, used, _] = parts(start);
             queue.set_used_ring_address(Some(u32::try_from(used - 2).unwrap()), Some(0));
             memory.write_obj(0_u32, GuestAddress(used - 2)).unwrap();
-            let features = if self.event_idx { 1 << VIRTIO_RING_F_EVENT_IDX } else { 0 };
-            Virtqueue::new(queue, features | 1 << VIRTIO_RING_F_INDIRECT_DESC)
+            Virtqueue::new(queue, self.features())
         });
         self.device
             .activate(Activation {
@@ -97,6 +101,11 @@ impl Driver {
                 interrupt: Interrupt::new(Arc::new(AtomicU32::new(0)), Arc::clone(&self.line)),
             })
             .unwrap();
+    }
+
+    fn features(&self) -> u64 {
+        let features = if self.event_idx { 1 << VIRTIO_RING_F_EVENT_IDX } else { 0 };
+        features | 1 << VIRTIO_RING_F_INDIRECT_DESC
     }
 
     fn set_descriptor(&self, start: u64, index: u16, descriptor: Descriptor) {
@@ -388,14 +397,241 @@ fn a_full_transmit_queue_does_not_keep_the_device_forever() {
     assert!(!driver.readable());
 }
 
+// Save and restore.
+
+/// `TRANSPORT_RESET` in the used ring of the event queue: the length and the event of each buffer.
+fn events(driver: &Driver) -> Vec<(u32, u32)> {
+    let [_, _, idx, used] = parts(EVENT_RING);
+    let count: u16 = driver.memory.read_obj(GuestAddress(idx)).unwrap();
+    (0..count)
+        .map(|slot| {
+            let at = GuestAddress(used + 8 * u64::from(slot % QUEUE_SIZE));
+            let [head, len]: [u32; 2] = driver.memory.read_obj(at).unwrap();
+            let data = GuestAddress(EVENT_DATA + 8 * u64::from(head));
+            (len, driver.memory.read_obj(data).unwrap())
+        })
+        .collect()
+}
+
+impl Driver {
+    /// Posts event buffers as Linux does; beforehand they hold something else than the event.
+    fn post_events(&mut self, count: u16) {
+        for _ in 0..count {
+            let index = self.events_posted % QUEUE_SIZE;
+            let address = EVENT_DATA + 8 * u64::from(index);
+            self.memory.write_obj(u64::MAX, GuestAddress(address)).unwrap();
+            self.set_descriptor(EVENT_RING, index, Descriptor::new(address, 4, WRITE, 0));
+            self.post(EVENT_RING, self.events_posted, index);
+            self.events_posted = self.events_posted.wrapping_add(1);
+        }
+    }
+
+    /// Whether Linux would kick the event queue when it offers one more buffer.
+    fn would_kick(&self) -> bool {
+        let [_, _, idx, used] = parts(EVENT_RING);
+        let flags: u16 = self.memory.read_obj(GuestAddress(idx - 2)).unwrap();
+        let event = GuestAddress(used + 8 * u64::from(QUEUE_SIZE));
+        match self.event_idx {
+            true => self.memory.read_obj::<u16>(event).unwrap() == self.events_posted,
+            false => flags & 1 == 0,
+        }
+    }
+
+    /// The same guest on another device, to which the state goes; its rings go on where they were.
+    fn restored(mut self, offered: u16) -> Self {
+        let state = self.device.save().unwrap();
+        let [queue_rx, queue_tx] = [RX_RING, TX_RING].map(|start| {
+            let [_, _, idx, _] = parts(start);
+            self.memory.read_obj::<u16>(GuestAddress(idx)).unwrap()
+        });
+        let (mut device, handle, events) = VsockDevice::new(GUEST_CID, &[PORT]).unwrap();
+        device.restore(state).unwrap();
+        (self.device, self.handle, self.events) = (device, handle, events);
+        self.events_posted = 0;
+        self.post_events(offered);
+        let memory = Arc::clone(&self.memory);
+        let queues =
+            [(RX_RING, queue_rx), (TX_RING, queue_tx), (EVENT_RING, 0)].map(|(start, at)| {
+                let [idx, avail, used, _] = parts(start);
+                let mut queue = Queue::new(QUEUE_SIZE).unwrap();
+                let low = |address: u64| Some(u32::try_from(address).unwrap());
+                queue.set_size(QUEUE_SIZE);
+                queue.set_desc_table_address(low(start), Some(0));
+                queue.set_avail_ring_address(low(idx - 2), Some(0));
+                queue.set_used_ring_address(low(used - 2), Some(0));
+                assert_eq!(avail, idx + 2);
+                queue.set_next_avail(at);
+                queue.set_next_used(at);
+                queue.set_ready(true);
+                assert!(queue.is_valid(&*memory));
+                Virtqueue::new(queue, self.features())
+            });
+        self.interrupts();
+        let interrupt = Interrupt::new(Arc::new(AtomicU32::new(0)), Arc::clone(&self.line));
+        let activation = Activation { memory, features: 0, queues: queues.into(), interrupt };
+        self.device.activate(activation).unwrap();
+        self
+    }
+}
+
 #[test]
 fn ports_survive_a_snapshot() {
     let (mut device, _handle, _events) = VsockDevice::new(GUEST_CID, &[]).unwrap();
     let state = device.save().unwrap();
     device.restore(state).unwrap();
-    for bad in ["{}", "[]", r#"{"next_port":1}"#, r#"{"next_port":4294967296}"#] {
+    for bad in [
+        "{}",
+        "[]",
+        r#"{"next_port":1,"active":true}"#,
+        r#"{"next_port":4294967296,"active":true}"#,
+        r#"{"next_port":1073741824}"#,
+        r#"{"next_port":1073741824,"active":1}"#,
+    ] {
         assert!(device.restore(serde_json::from_str(bad).unwrap()).is_err());
     }
+    // A connection after the restore has another port than any before it.
+    let mut driver = Driver::new(true);
+    driver.post_rx(10);
+    driver.handle.connect(1, GUEST).unwrap();
+    driver.poll();
+    let before = driver.receive()[0].0.src_port;
+    let mut driver = driver.restored(1);
+    driver.post_events(1);
+    driver.device.queue_event(EVENT).unwrap();
+    driver.handle.connect(1, GUEST).unwrap();
+    driver.poll();
+    let packets = driver.receive();
+    assert_eq!((packets[0].0.op, packets[0].0.src_port), (Op::Request.number(), before + 1));
+}
+
+#[test]
+fn a_restored_guest_is_told_that_its_connections_are_gone() {
+    for event_idx in [false, true] {
+        let mut driver = Driver::new(event_idx);
+        let mut stream = driver.open();
+        let mut driver = driver.restored(8);
+        assert_eq!(events(&driver), [(4, 0)]);
+        assert!(driver.interrupts() > 0);
+        assert!(driver.would_kick());
+        // The old stream ended with the old device.
+        assert!(stream.read().1);
+        // Once and never again, however often the queues are looked at.
+        driver.post_events(1);
+        for queue in [EVENT, RX, TX, EVENT] {
+            driver.device.queue_event(queue).unwrap();
+        }
+        driver.post_events(3);
+        driver.device.queue_event(EVENT).unwrap();
+        assert_eq!(events(&driver), [(4, 0)]);
+    }
+}
+
+#[test]
+fn nothing_reaches_a_restored_guest_before_it_has_seen_the_event() {
+    for offered in [8, 0] {
+        let mut driver = Driver::new(true);
+        drop(driver.open());
+        driver.poll();
+        let mut driver = driver.restored(offered);
+        driver.post_rx(10);
+        // What the host asks for, an answer to a new connection, and one to an old connection: all wait.
+        driver.handle.connect(5, GUEST).unwrap();
+        driver.poll();
+        driver.op(Op::Request);
+        driver.send(header(Op::CreditUpdate, PORT, GUEST + 1), &[], &[HEADER_LEN]);
+        driver.device.queue_event(RX).unwrap();
+        driver.poll();
+        assert_eq!(driver.receive(), []);
+        assert!(!driver.readable(), "it would spin");
+        if offered == 0 {
+            // No buffer for the event yet; the driver kicks when it has one.
+            assert!(events(&driver).is_empty());
+            assert!(driver.would_kick());
+            driver.post_events(1);
+            driver.device.queue_event(EVENT).unwrap();
+            assert_eq!(events(&driver), [(4, 0)]);
+            driver.device.queue_event(RX).unwrap();
+            assert_eq!(driver.receive(), []);
+        }
+        assert!(driver.would_kick());
+        driver.post_events(1);
+        driver.device.queue_event(EVENT).unwrap();
+        driver.poll();
+        let mut ops: Vec<u16> = driver.receive().iter().map(|(header, _)| header.op).collect();
+        ops.sort_unstable();
+        assert_eq!(ops, [Op::Request, Op::Response, Op::Reset].map(Op::number));
+        let mut stream = driver.accepted();
+        stream.write(b"goes on");
+        driver.poll();
+        assert_eq!(driver.receive()[0].1, b"goes on");
+    }
+}
+
+#[test]
+fn packets_that_wait_in_the_queue_of_a_restored_guest_are_taken() {
+    let mut driver = Driver::new(true);
+    drop(driver.open());
+    driver.poll();
+    driver.receive();
+    // The guest has kicked for this one, but nobody looked before the snapshot.
+    driver.post_tx(header(Op::Request, PORT, GUEST + 7), &[], &[HEADER_LEN]);
+    let driver = driver.restored(8);
+    driver.accepted();
+}
+
+#[test]
+fn event_buffers_without_room_are_given_back() {
+    let driver = Driver::new(true);
+    for (index, (len, flags)) in (0..).zip([(3, WRITE), (4, 0), (1, WRITE)]) {
+        driver.set_descriptor(EVENT_RING, index, Descriptor::new(EVENT_DATA, len, flags, 0));
+    }
+    let mut driver = driver.restored(0);
+    for index in 0..3 {
+        driver.post(EVENT_RING, index, index);
+    }
+    driver.events_posted = 3;
+    driver.device.queue_event(EVENT).unwrap();
+    assert!(events(&driver).iter().all(|(len, _)| *len == 0));
+    assert_eq!(events(&driver).len(), 3);
+    driver.post_events(1);
+    driver.device.queue_event(EVENT).unwrap();
+    assert_eq!(events(&driver).last(), Some(&(4, 0)));
+}
+
+#[test]
+fn only_a_restored_driver_is_told() {
+    // A first driver, a driver after a reset, and one that goes on after a pause.
+    let mut driver = Driver::new(true);
+    driver.post_events(8);
+    let mut stream = driver.open();
+    driver.device.pause().unwrap();
+    let state = driver.device.save().unwrap();
+    driver.device.resume().unwrap();
+    driver.send(header(Op::ReadWrite, PORT, GUEST), b"on", &[HEADER_LEN, 2]);
+    stream.write(b"and on");
+    driver.post_rx(2);
+    driver.poll();
+    assert_eq!(
+        (stream.read(), driver.receive()[0].1.as_slice()),
+        ((b"on".to_vec(), false), &b"and on"[..])
+    );
+    driver.device.reset();
+    // Restored, but the guest resets the device before it uses it again.
+    driver.device.restore(state).unwrap();
+    driver.device.reset();
+    driver.activate();
+    driver.post_events(8);
+    driver.open();
+    assert_eq!(events(&driver), []);
+    // Saved before there was a driver: there were no connections.
+    let (device, ..) = VsockDevice::new(GUEST_CID, &[]).unwrap();
+    let state = device.save().unwrap();
+    driver.device.reset();
+    driver.device.restore(state).unwrap();
+    driver.activate();
+    driver.post_events(8);
+    driver.open();
+    assert_eq!(events(&driver), []);
 }
 
 proptest! {

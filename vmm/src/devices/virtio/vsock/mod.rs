@@ -4,10 +4,12 @@
 //! no socket files. The guest may dial only the ports that were registered; it is told RST otherwise.
 //!
 //! [`packet`] knows what lies in a descriptor chain, [`connection`] is the protocol of one stream,
-//! [`muxer`] all streams of a guest, [`device`] the queues.
+//! [`muxer`] all streams of a guest, [`device`] the queues, [`event`] what happens after a restore.
 
 pub mod connection;
+pub mod credit;
 pub mod device;
+pub mod event;
 pub mod handle;
 pub mod muxer;
 pub mod packet;
