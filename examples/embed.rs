@@ -32,7 +32,7 @@ async fn task(runtime: Arc<Runtime>, number: u32) -> Result<String, Error> {
     let mut command = RunSpec::new(["python3".to_owned(), "-c".to_owned(), code]);
     command.user = Some("root".to_owned());
     let result = sandbox.run_captured(&command, None, 64 * 1024, Files::Ignore).await?;
-    sandbox.close().await;
+    sandbox.close(Files::Ignore).await?;
     Ok(result.stdout)
 }
 

@@ -12,7 +12,7 @@
 //! let command = RunSpec::new(["python3", "-c", "print(6*7)"]);
 //! let result = sandbox.run_captured(&command, None, 64 * 1024, Files::Ignore).await?;
 //! assert_eq!(result.stdout, "42\n");
-//! sandbox.close().await;
+//! sandbox.close(Files::Ignore).await?;
 //! # Ok(())
 //! # }
 //! ```
@@ -23,7 +23,6 @@ pub use casulo_protocol as protocol;
 
 mod agent;
 mod capture;
-mod changes;
 #[cfg(feature = "cli")]
 pub mod cli;
 pub mod emulated;
@@ -33,6 +32,7 @@ mod events;
 pub mod gateway;
 pub mod image;
 pub mod kvm;
+mod output;
 mod runtime;
 mod sandbox;
 pub mod shares;
@@ -42,5 +42,6 @@ pub use agent::Program;
 pub use agent::exec::{Control, Stdio};
 pub use error::Error;
 pub use events::Events;
+pub use output::Output;
 pub use runtime::{Runtime, RuntimeConfig};
 pub use sandbox::{Files, Sandbox};

@@ -22,6 +22,7 @@ use crate::error::Error;
 use crate::events::Log;
 use crate::image::{Candidate, Store, check_kernel, hex};
 use crate::kvm;
+use crate::output::{self, Outputs};
 use crate::sandbox::{Parts, Sandbox};
 use crate::shares::{self, Share};
 use crate::vm::control::{Control, End};
@@ -133,7 +134,8 @@ impl Runtime {
     pub async fn sandbox(&self, spec: SandboxSpec) -> Result<Sandbox, Error> {
         let log = Log::new();
         check(&spec)?;
-        let prepared = self.prepare(&spec).await?;
+        let mut prepared = self.prepare(&spec).await?;
+        let outputs = Outputs::begin(&spec, &mut prepared.shares).await?;
         log.phase(Phase::Prepared);
         let default = if self.config.emulated { BOOT_SECONDS_EMULATED } else { BOOT_SECONDS };
         let seconds = spec.boot_timeout_seconds.unwrap_or(default);
@@ -153,14 +155,13 @@ impl Runtime {
         };
         let (client, channel) = result?;
         let writable = prepared.shares.iter().any(|s| !s.mount.read_only);
-        let output = prepared.shares.into_iter().find(|s| s.mount.share == "output");
         Ok(Sandbox::new(Parts {
             control: boot.control,
             process: boot.process,
             client,
             channel,
             manifest: prepared.manifest,
-            output: output.map(|s| s.root),
+            outputs,
             writable,
             emulated: self.config.emulated,
             log,
@@ -178,7 +179,10 @@ impl Runtime {
 
     async fn prepare(&self, spec: &SandboxSpec) -> Result<Prepared, Error> {
         let kvm = kvm::open()?;
-        let shares = shares::open_all(spec)?;
+        let own = [&self.config.vmm, &self.config.kernel, &self.config.agent];
+        let folders = [&self.config.images, &self.config.state];
+        let own: Vec<&Path> = own.into_iter().chain(folders).map(PathBuf::as_path).collect();
+        let shares = shares::open_all(spec, &own)?;
         let image = self.store.open(&spec.image)?;
         let (kernel_info, kernel) = self.store.open_kernel(&self.config.kernel)?;
         check_kernel(&image.manifest.min_kernel, &kernel_info.version)?;
@@ -238,6 +242,11 @@ fn check(spec: &SandboxSpec) -> Result<(), Error> {
     }
     if let Some(seconds) = spec.boot_timeout_seconds {
         range("the boot's time limit", seconds, 1, 3600, " seconds")?;
+    }
+    output::compile(&spec.artifacts).map_err(Error::Invalid)?;
+    if !spec.artifacts.is_empty() && spec.output.is_none() {
+        let text = "artifacts need an output folder to be released into: add --output";
+        return Err(Error::Invalid(text.to_owned()));
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! A running microVM: runs commands, answers for its files, and is gone when it is dropped.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use casulo_protocol::agent::{
@@ -18,15 +18,16 @@ use casulo_protocol::vmm::Counters;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::io::AsyncRead;
+use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
 
 use crate::agent::exec::{Progress, Stdio, pump};
 use crate::agent::mcp::{CallError, Client};
 use crate::agent::{Program, quote};
 use crate::capture::Capture;
-use crate::changes::{self, Snapshot};
 use crate::error::Error;
 use crate::events::{Events, Log};
+use crate::output::{self, Baseline, Output, Outputs};
 use crate::runtime::{describe, random};
 use crate::vm::control::{Control, End};
 use crate::vm::spawn::Process;
@@ -49,7 +50,7 @@ pub enum Files {
     /// Leave [`RunResult::files`] empty.
     #[default]
     Ignore,
-    /// List what the command changed in the output folder, with digests.
+    /// List what changed in the output folder, with digests.
     List,
 }
 
@@ -61,7 +62,7 @@ pub(crate) struct Parts {
     /// The boot channel, which stays open for the life of the VM.
     pub(crate) channel: UnixStream,
     pub(crate) manifest: Manifest,
-    pub(crate) output: Option<OwnedFd>,
+    pub(crate) outputs: Outputs,
     /// Whether the guest may write to any share.
     pub(crate) writable: bool,
     pub(crate) emulated: bool,
@@ -69,14 +70,23 @@ pub(crate) struct Parts {
 }
 
 /// A running microVM. Dropping it kills it; nothing of it is left.
+///
+/// What the guest wrote is safe to read once [`Self::close`] has returned: until then a link in a
+/// writable share may lead anywhere. Dropping it instead makes the shares safe in the background, and
+/// releases no artifacts.
 #[derive(Debug)]
 pub struct Sandbox {
     control: Control,
     process: Mutex<Process>,
+    /// Becomes readable when the process has ended.
+    ended: Arc<AsyncFd<OwnedFd>>,
     client: Client,
     _channel: UnixStream,
     manifest: Manifest,
+    /// The output folder as the guest sees it.
     output: Option<OwnedFd>,
+    /// Until the sandbox is closed.
+    outputs: Mutex<Option<Outputs>>,
     writable: bool,
     emulated: bool,
     killed: AtomicBool,
@@ -85,13 +95,17 @@ pub struct Sandbox {
 
 impl Sandbox {
     pub(crate) fn new(parts: Parts) -> Self {
+        let output = parts.outputs.output().and_then(|fd| fd.try_clone().ok());
+        let ended = parts.process.watch();
         Self {
             control: parts.control,
             process: Mutex::new(parts.process),
+            ended,
             client: parts.client,
             _channel: parts.channel,
             manifest: parts.manifest,
-            output: parts.output,
+            output,
+            outputs: Mutex::new((!parts.outputs.is_empty()).then_some(parts.outputs)),
             writable: parts.writable,
             emulated: parts.emulated,
             killed: AtomicBool::new(false),
@@ -135,7 +149,7 @@ impl Sandbox {
             result.output_limit_hit = self.counters().await.is_some_and(|c| c.limit_hit);
         }
         if let (Some(before), Some(output)) = (before, &self.output) {
-            result.files = changes::changes(output, &before)
+            (result.files, result.files_omitted) = output::changes(output, &before)
                 .map_err(|e| Error::io("cannot list the output folder", e))?;
         }
         let (at_us, exit_code) = (self.log.now_us(), result.exit_code);
@@ -280,20 +294,40 @@ impl Sandbox {
         }
     }
 
-    /// Kills the VM and waits until its process is gone.
-    pub async fn close(self) {
+    /// Kills the VM, waits until its process is gone, makes what the guest wrote safe to read, and
+    /// releases the artifacts. Tells what came out; the second time, nothing.
+    ///
+    /// # Errors
+    /// A writable folder could not be looked at; what it holds may not be safe to read.
+    pub async fn close(&self, files: Files) -> Result<Output, Error> {
         self.kill();
-        let process = self.process.into_inner().unwrap_or_else(PoisonError::into_inner);
-        process.ended().await;
+        let output = self.finish(files).await;
+        // An error here means that the runtime ends.
+        let _ = self.ended.readable().await;
+        output
+    }
+
+    /// As [`Self::close`], but waits for the end of the process only when something could still be
+    /// written.
+    pub(crate) async fn finish(&self, files: Files) -> Result<Output, Error> {
+        self.kill();
+        let outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(outputs) = outputs else { return Ok(Output::default()) };
+        let failed = |e| Error::io("cannot look at what was written", e);
+        // A write that has begun ends before the process does.
+        let _ = self.ended.readable().await.map_err(failed)?;
+        tokio::task::spawn_blocking(move || outputs.finish(files == Files::List))
+            .await
+            .map_err(|e| failed(std::io::Error::other(e)))?
     }
 
     fn grace(&self) -> Duration {
         if self.emulated { GRACE_EMULATED } else { GRACE }
     }
 
-    fn before(&self, files: Files) -> Result<Option<Snapshot>, Error> {
+    fn before(&self, files: Files) -> Result<Option<Baseline>, Error> {
         match (files, &self.output) {
-            (Files::List, Some(output)) => changes::snapshot(output)
+            (Files::List, Some(output)) => output::snapshot(output)
                 .map(Some)
                 .map_err(|e| Error::io("cannot list the output folder", e)),
             _ => Ok(None),
@@ -481,5 +515,22 @@ impl Sandbox {
         let words = process.last_words();
         let words = if words.is_empty() { words } else { format!(": {}", quote(&words)) };
         format!("{reason}{fate}{words}")
+    }
+}
+
+impl Drop for Sandbox {
+    fn drop(&mut self) {
+        let outputs = self.outputs.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(outputs) = outputs else { return };
+        self.kill();
+        let ended = Arc::clone(&self.ended);
+        // Nobody should wait for that here. What goes wrong can be told to nobody.
+        let cleaner = std::thread::Builder::new().name("casulo-cleaner".into());
+        let _ = cleaner.spawn(move || {
+            use rustix::event::{PollFd, PollFlags, poll};
+            let mut fds = [PollFd::from_borrowed_fd(ended.as_fd(), PollFlags::IN)];
+            while poll(&mut fds, None) == Err(rustix::io::Errno::INTR) {}
+            outputs.discard()
+        });
     }
 }

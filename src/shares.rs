@@ -79,6 +79,37 @@ pub enum ShareError {
         /// Why.
         reason: &'static str,
     },
+    /// Another sandbox writes to it.
+    #[error(
+        "cannot use {} as output: another task writes to it, and what comes from which could not be \
+         told; give each task a folder of its own", path.display()
+    )]
+    Busy {
+        /// The path.
+        path: PathBuf,
+    },
+    /// It lies in, or is, a folder that is shared writable.
+    #[error(
+        "cannot share {}: it lies in {}, which is shared writable, so that the guest would have two \
+         ways to it with different rights; share one of them", path.display(), writable.display()
+    )]
+    Overlap {
+        /// The path.
+        path: PathBuf,
+        /// The other share.
+        writable: PathBuf,
+    },
+    /// It would let the guest change what runs the next guest.
+    #[error(
+        "refusing to share {} writable: it is, holds or lies in {}, from which Casulo itself runs",
+        path.display(), own.display()
+    )]
+    Own {
+        /// The path.
+        path: PathBuf,
+        /// Casulo's own folder or file.
+        own: PathBuf,
+    },
     /// Too many.
     #[error("{0} shares, but at most {MAX_SHARES} are possible")]
     TooMany(usize),
@@ -90,6 +121,12 @@ pub enum ShareError {
         /// Why.
         source: std::io::Error,
     },
+}
+
+impl ShareError {
+    pub(crate) fn io(path: &Path, source: std::io::Error) -> Self {
+        Self::Io { path: path.to_owned(), source }
+    }
 }
 
 /// A checked share.
@@ -104,11 +141,11 @@ pub(crate) struct Share {
 }
 
 /// Opens and checks every share of a sandbox: input, output, then the rest in the order in which the
-/// guest is to mount them.
+/// guest is to mount them. `own` are folders and files that no guest may change.
 ///
 /// # Errors
 /// One of them cannot be shared.
-pub(crate) fn open_all(spec: &SandboxSpec) -> Result<Vec<Share>, ShareError> {
+pub(crate) fn open_all(spec: &SandboxSpec, own: &[&Path]) -> Result<Vec<Share>, ShareError> {
     let sensitive = if spec.share_sensitive { None } else { Some(Sensitive::of_this_user()) };
     let check = |fd: &OwnedFd, path: &Path| match &sensitive {
         Some(sensitive) => sensitive.check(fd, path),
@@ -162,7 +199,58 @@ pub(crate) fn open_all(spec: &SandboxSpec) -> Result<Vec<Share>, ShareError> {
             return Err(ShareError::Target { target, reason: "two shares have this place" });
         }
     }
+    check_together(&shares, own)?;
     Ok(shares)
+}
+
+/// Checks what the shares are to each other, and to Casulo's own files.
+///
+/// A folder that is writable may lie in one that is not (`--input . --output out`), but nothing may be
+/// shared a second time within a writable one: what is read-only would be writable all the same, and
+/// what is limited would be counted twice.
+fn check_together(shares: &[Share], own: &[&Path]) -> Result<(), ShareError> {
+    let real = |share: &Share| {
+        let path = std::fs::read_link(fd_path(&share.root));
+        path.map_err(|e| ShareError::io(Path::new(&share.mount.target), e))
+    };
+    let all: Vec<(PathBuf, Identity)> = shares
+        .iter()
+        .map(|share| Ok((real(share)?, Identity::of(&share.root))))
+        .collect::<Result<_, ShareError>>()?;
+    let writable = shares.iter().zip(&all).enumerate().filter(|(_, (s, _))| !s.mount.read_only);
+    for (n, (_, (writable, identity))) in writable {
+        let others = all.iter().enumerate().filter(|(other, _)| *other != n);
+        for (_, (path, other)) in others {
+            if path.starts_with(writable) || other == identity {
+                let (path, writable) = (path.clone(), writable.clone());
+                return Err(ShareError::Overlap { path, writable });
+            }
+        }
+        for own in own.iter().filter_map(|own| std::fs::canonicalize(own).ok()) {
+            if own.starts_with(writable) || writable.starts_with(&own) {
+                return Err(ShareError::Own { path: writable.clone(), own });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Which file it is, whatever its path: a folder may be mounted in several places.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Identity(Option<(u64, u64)>);
+
+impl Identity {
+    fn of(fd: impl AsFd) -> Self {
+        Self(rustix::fs::fstat(fd).ok().map(|stat| (stat.st_dev, stat.st_ino)))
+    }
+
+    fn of_path(path: &Path) -> Self {
+        Self(rustix::fs::stat(path).ok().map(|stat| (stat.st_dev, stat.st_ino)))
+    }
+
+    fn is_known(self) -> bool {
+        self.0.is_some()
+    }
 }
 
 /// Place of an input that is a file.
@@ -262,6 +350,11 @@ const SECRETS: &[&str] = &[
     ".azure",
     ".config/gcloud",
     ".config/gh",
+    ".config/op",
+    ".config/rclone",
+    ".config/containers/auth.json",
+    ".cargo/credentials.toml",
+    ".vault-token",
     ".docker",
     ".gnupg",
     ".kube",
@@ -277,11 +370,25 @@ const SECRETS: &[&str] = &[
     ".config/chromium",
     ".config/BraveSoftware",
     ".config/microsoft-edge",
+    ".config/vivaldi",
+    ".config/opera",
+    ".var/app/org.mozilla.firefox",
+    "snap/firefox",
     ".thunderbird",
 ];
 
 /// Folders of the system that are refused with all below them, and those refused as such.
-const SYSTEM_TREES: &[&str] = &["/proc", "/sys", "/etc/ssh", "/etc/ssl/private"];
+const SYSTEM_TREES: &[&str] = &[
+    "/proc",
+    "/sys",
+    "/etc/ssh",
+    "/etc/ssl/private",
+    "/etc/shadow",
+    "/etc/shadow-",
+    "/etc/gshadow",
+    "/etc/gshadow-",
+    "/run/secrets",
+];
 const SYSTEM_ROOTS: &[&str] = &["/", "/home", "/root", "/etc", "/dev", "/run", "/var"];
 
 /// What must not be shared by accident.
@@ -298,22 +405,23 @@ impl Sensitive {
 
     /// `path` is the caller's name for it, for messages only.
     fn check(&self, fd: &OwnedFd, path: &Path) -> Result<(), ShareError> {
-        let real = std::fs::read_link(fd_path(fd))
-            .map_err(|source| ShareError::Io { path: path.to_owned(), source })?;
-        let reason = self.reason(&real).or_else(|| {
-            // A folder of another name may still be somebody's home.
-            let holds = |secret: &&&str| {
-                rustix::fs::statat(fd, **secret, AtFlags::SYMLINK_NOFOLLOW).is_ok()
-            };
-            SECRETS
-                .iter()
-                .find(holds)
-                .map(|s| format!("it holds `{s}`, which may hold credentials"))
-        });
-        match reason {
+        let real = std::fs::read_link(fd_path(fd)).map_err(|e| ShareError::io(path, e))?;
+        match self.reason(&real).or_else(|| holds(fd, &real)).or_else(|| self.mounted(fd)) {
             Some(reason) => Err(ShareError::Sensitive { path: path.to_owned(), reason }),
             None => Ok(()),
         }
+    }
+
+    /// Another path to the home folder or to what holds credentials there, such as a mount.
+    fn mounted(&self, fd: &OwnedFd) -> Option<String> {
+        let identity = Identity::of(fd);
+        let mut places = self.homes.clone();
+        for home in &self.homes {
+            places.extend(SECRETS.iter().map(|secret| home.join(secret)));
+        }
+        let is_it = |path: &PathBuf| Identity::of_path(path) == identity;
+        let found = places.iter().find(|path| identity.is_known() && is_it(path))?;
+        Some(format!("it is {} by another path", found.display()))
     }
 
     fn reason(&self, real: &Path) -> Option<String> {
@@ -335,6 +443,21 @@ impl Sensitive {
             inside.then(|| format!("it lies in `{secret}`, which may hold credentials"))
         })
     }
+}
+
+/// A credential in a folder, where it would be in a home folder: a folder of another name may still be
+/// somebody's home, and `.config` may be shared without its parent.
+fn holds(fd: &OwnedFd, real: &Path) -> Option<String> {
+    SECRETS.iter().find_map(|secret| {
+        let parts: Vec<&str> = secret.split('/').collect();
+        (0..parts.len()).find_map(|n| {
+            let (above, below) = parts.split_at_checked(n)?;
+            let below = below.join("/");
+            let there = real.ends_with(above.join("/"))
+                && rustix::fs::statat(fd, &below, AtFlags::SYMLINK_NOFOLLOW).is_ok();
+            there.then(|| format!("it holds `{below}`, which may hold credentials"))
+        })
+    })
 }
 
 #[cfg(test)]
@@ -360,16 +483,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("data.csv");
         std::fs::write(&file, "x").unwrap();
-        let shares = open_all(&input(folder.path())).unwrap();
+        let shares = open_all(&input(folder.path()), &[]).unwrap();
         assert_eq!(shares[0].mount.target, INPUT_PATH);
         assert!(shares[0].mount.read_only && !shares[0].mount.file);
-        let shares = open_all(&input(&file)).unwrap();
+        let shares = open_all(&input(&file), &[]).unwrap();
         assert_eq!(shares[0].mount.target, "/workspace/input/data.csv");
         assert!(shares[0].mount.read_only && shares[0].mount.file);
-        assert!(matches!(open_all(&output(&file)), Err(ShareError::NotAFolder { .. })));
-        let missing = open_all(&input(folder.path().join("no")));
+        assert!(matches!(open_all(&output(&file), &[]), Err(ShareError::NotAFolder { .. })));
+        let missing = open_all(&input(folder.path().join("no")), &[]);
         assert!(matches!(missing, Err(ShareError::Missing { .. })));
-        assert!(matches!(open_all(&input("/dev/null")), Err(ShareError::Kind { .. })));
+        assert!(matches!(open_all(&input("/dev/null"), &[]), Err(ShareError::Kind { .. })));
     }
 
     #[test]
@@ -377,10 +500,10 @@ mod tests {
         use std::os::unix::fs::MetadataExt;
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("out");
-        let shares = open_all(&output(&out)).unwrap();
+        let shares = open_all(&output(&out), &[]).unwrap();
         assert_eq!(shares[0].limit_bytes, Some(1 << 30));
         assert_eq!(std::fs::metadata(&out).unwrap().mode() & 0o777, 0o700);
-        let deep = open_all(&output(folder.path().join("a/b")));
+        let deep = open_all(&output(folder.path().join("a/b")), &[]);
         assert!(matches!(deep, Err(ShareError::Create { .. })));
     }
 
@@ -403,13 +526,86 @@ mod tests {
             gcloud,
         ] {
             let mut spec = input(&path);
-            let refused = open_all(&spec);
+            let refused = open_all(&spec, &[]);
             assert!(matches!(refused, Err(ShareError::Sensitive { .. })), "{}", path.display());
             spec.share_sensitive = true;
-            assert!(open_all(&spec).is_ok(), "{}", path.display());
+            assert!(open_all(&spec, &[]).is_ok(), "{}", path.display());
         }
-        assert!(open_all(&input(folder.path().join("x"))).is_err());
-        assert!(open_all(&input(folder.path().join("x/.config/gcloud"))).is_err());
+        assert!(open_all(&input(folder.path().join("x")), &[]).is_err());
+        assert!(open_all(&input(folder.path().join("x/.config/gcloud")), &[]).is_err());
+    }
+
+    #[test]
+    fn a_folder_between_the_home_folder_and_its_credentials_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(folder.path().join(".config/gcloud")).unwrap();
+        std::fs::create_dir_all(folder.path().join(".local/share/keyrings")).unwrap();
+        std::fs::create_dir_all(folder.path().join("x/share/keyrings")).unwrap();
+        for (name, refused) in
+            [(".config", true), (".local", true), (".local/share", true), ("x/share", false)]
+        {
+            let result = open_all(&input(folder.path().join(name)), &[]);
+            let is = matches!(result, Err(ShareError::Sensitive { .. }));
+            assert_eq!(is, refused, "{name}: {result:?}");
+        }
+    }
+
+    #[test]
+    fn another_path_to_the_home_folder_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = folder.path().join("home");
+        std::fs::create_dir_all(home.join(".aws")).unwrap();
+        let open = |path: &Path| {
+            rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap()
+        };
+        let sensitive = Sensitive { homes: vec![home.clone()] };
+        // As for a bind mount, whose path says nothing.
+        assert!(sensitive.mounted(&open(&home)).is_some());
+        assert!(sensitive.mounted(&open(&home.join(".aws"))).is_some());
+        assert!(sensitive.mounted(&open(folder.path())).is_none());
+        let nowhere = Sensitive { homes: vec!["/nowhere".into()] };
+        assert!(nowhere.mounted(&open(&home)).is_none());
+    }
+
+    #[test]
+    fn nothing_is_shared_again_within_a_writable_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        std::fs::create_dir_all(at("a/b")).unwrap();
+        std::fs::write(at("a/file"), "").unwrap();
+        let both = |first: &str, output: &str| {
+            let mut spec = input(at(first));
+            spec.output = Some(at(output));
+            open_all(&spec, &[])
+        };
+        let overlap = |result| matches!(result, Err(ShareError::Overlap { .. }));
+        assert!(overlap(both("a", "a")));
+        assert!(overlap(both("a/b", "a")));
+        assert!(overlap(both("a/file", "a")));
+        std::os::unix::fs::symlink(at("a"), at("alias")).unwrap();
+        assert!(overlap(both("alias", "a")));
+        // The usual way to work in a project.
+        assert!(both("a", "a/b").is_ok());
+        // The same twice, read-only, does no harm.
+        let mut spec = input(at("a"));
+        spec.shares.push(ShareSpec { host: at("a"), guest: "/again".into(), writable: false });
+        assert!(open_all(&spec, &[]).is_ok());
+        spec.shares.push(ShareSpec { host: at("a"), guest: "/rw".into(), writable: true });
+        assert!(overlap(open_all(&spec, &[])));
+    }
+
+    #[test]
+    fn casulos_own_files_cannot_be_shared_writable() {
+        let folder = tempfile::tempdir().unwrap();
+        let images = folder.path().join("home/images");
+        std::fs::create_dir_all(images.join("base")).unwrap();
+        let own = [images.as_path(), Path::new("/no/such/place")];
+        for path in [folder.path(), &images, &images.join("base")] {
+            let refused = open_all(&output(path), &own);
+            assert!(matches!(refused, Err(ShareError::Own { .. })), "{refused:?}");
+            assert!(open_all(&input(path), &own).is_ok());
+        }
+        assert!(open_all(&output(folder.path().join("out")), &own).is_ok());
     }
 
     #[test]
@@ -457,7 +653,7 @@ mod tests {
             let host = folder.path().to_owned();
             spec.shares.push(ShareSpec { host, guest: "/data".into(), writable: false });
         }
-        assert!(matches!(open_all(&spec), Err(ShareError::Target { .. })));
+        assert!(matches!(open_all(&spec, &[]), Err(ShareError::Target { .. })));
     }
 
     #[test]
@@ -468,7 +664,7 @@ mod tests {
             let host = folder.path().to_owned();
             spec.shares.push(ShareSpec { host, guest: guest.into(), writable: false });
         }
-        let shares = open_all(&spec).unwrap();
+        let shares = open_all(&spec, &[]).unwrap();
         let order: Vec<_> =
             shares.iter().map(|s| (s.mount.target.as_str(), s.mount.share.as_str())).collect();
         assert_eq!(
@@ -494,9 +690,12 @@ mod tests {
             std::fs::set_permissions(folder.path(), permissions).unwrap();
         };
         set(0o000);
-        assert!(matches!(open_all(&input(folder.path())), Err(ShareError::Unreadable { .. })));
+        assert!(matches!(open_all(&input(folder.path()), &[]), Err(ShareError::Unreadable { .. })));
         set(0o500);
-        assert!(matches!(open_all(&output(folder.path())), Err(ShareError::Unwritable { .. })));
+        assert!(matches!(
+            open_all(&output(folder.path()), &[]),
+            Err(ShareError::Unwritable { .. })
+        ));
         set(0o700);
     }
 }

@@ -38,6 +38,23 @@ pub struct RunResult {
     pub host: HostKind,
     /// What changed in the output folder, sorted by path.
     pub files: Vec<FileChange>,
+    /// Further changes for which `files` has no room.
+    #[serde(skip_serializing_if = "is_zero", default)]
+    pub files_omitted: u64,
+    /// What was not let out because it would be dangerous to meet, sorted by share and path.
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    pub rejected: Vec<Rejected>,
+    /// Further ones for which `rejected` has no room.
+    #[serde(skip_serializing_if = "is_zero", default)]
+    pub rejected_omitted: u64,
+    /// Regular files that matched no artifact pattern and are gone.
+    #[serde(skip_serializing_if = "is_zero", default)]
+    pub withheld: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+fn is_zero(n: &u64) -> bool {
+    *n == 0
 }
 
 impl RunResult {
@@ -59,6 +76,10 @@ impl RunResult {
             sandbox_id: None,
             host: HostKind::Native,
             files: Vec::new(),
+            files_omitted: 0,
+            rejected: Vec::new(),
+            rejected_omitted: 0,
+            withheld: 0,
         }
     }
 
@@ -112,7 +133,8 @@ pub struct FileChange {
     pub kind: FileKind,
     /// Bytes.
     pub size: u64,
-    /// SHA-256 in lower-case hex; regular files only.
+    /// SHA-256 in lower-case hex. Only of regular files that did not change while they were read, and
+    /// not of those beyond the 4 GiB that are read for one result.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sha256: Option<String>,
     /// What happened to it.
@@ -124,6 +146,51 @@ impl FileChange {
     pub fn new(path: String, kind: FileKind, size: u64, change: Change) -> Self {
         Self { path, kind, size, sha256: None, change }
     }
+}
+
+/// Something that a task left in a writable share and that was removed when its sandbox ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[non_exhaustive]
+pub struct Rejected {
+    /// Where the share is in the guest.
+    pub share: String,
+    /// Relative to the share; bytes that are not UTF-8 are replaced, and at most 4,096 are told.
+    pub path: String,
+    /// What it is. A folder was removed with all that it held.
+    pub kind: FileKind,
+    /// Why.
+    pub reason: Reason,
+    /// For [`Reason::Place`]: what is wrong with its place.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub detail: Option<String>,
+    /// Why it could not be removed, and so is still there.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub still_there: Option<String>,
+}
+
+impl Rejected {
+    /// One that is gone.
+    pub fn new(share: String, path: String, kind: FileKind, reason: Reason) -> Self {
+        Self { share, path, kind, reason, detail: None, still_there: None }
+    }
+}
+
+/// Why something is not let out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Reason {
+    /// A symbolic link that leads out of the share, or may once its target exists.
+    LinkOutside,
+    /// A symbolic link, where none are wanted.
+    Link,
+    /// A FIFO, a socket or a device.
+    Special,
+    /// Its name holds control characters, which could drive a terminal or split a line.
+    Name,
+    /// An artifact whose place in the output folder is taken by something other than a regular file,
+    /// or cannot be written.
+    Place,
 }
 
 /// Kind of a file.

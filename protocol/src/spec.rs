@@ -36,6 +36,11 @@ pub struct SandboxSpec {
     pub output: Option<PathBuf>,
     /// Most bytes that may be added to the output folder.
     pub output_limit: u64,
+    /// Which symbolic links may stay in writable shares.
+    pub output_links: OutputLinks,
+    /// Patterns of the files to release into the output folder; empty: the guest writes to the output
+    /// folder itself. `*` and `?` match within one name, `**` matches folders.
+    pub artifacts: Vec<String>,
     /// More shares.
     pub shares: Vec<ShareSpec>,
     /// Whether folders that hold credentials may be shared.
@@ -67,6 +72,8 @@ impl Default for SandboxSpec {
             input: None,
             output: None,
             output_limit: DEFAULT_OUTPUT_LIMIT,
+            output_links: OutputLinks::Inside,
+            artifacts: Vec::new(),
             shares: Vec::new(),
             share_sensitive: false,
             scratch_mib: None,
@@ -79,6 +86,19 @@ impl Default for SandboxSpec {
             idempotency_key: None,
         }
     }
+}
+
+/// Which of the symbolic links that a task made may stay in writable shares when its sandbox ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OutputLinks {
+    /// Those that stay inside their share wherever it lies on the host. An absolute one never does.
+    #[default]
+    Inside,
+    /// All, also those that lead anywhere on the host.
+    All,
+    /// None.
+    None,
 }
 
 /// One more share.

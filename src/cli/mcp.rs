@@ -49,14 +49,17 @@ fn serve(args: &Args, config: RuntimeConfig) -> Result<u8, String> {
         let limits = Limits { sandboxes: args.max_sandboxes.into(), ..Limits::default() };
         let mut interrupt = signal(SignalKind::interrupt()).map_err(|e| e.to_string())?;
         let mut terminate = signal(SignalKind::terminate()).map_err(|e| e.to_string())?;
-        // Dropping the service kills its VMs.
-        tokio::select! {
-            served = gateway::serve_stdio(runtime, spec, limits, host) => {
-                served.map(|()| 0).map_err(|e| format!("the MCP connection failed: {e}"))
+        let mut status = 0;
+        let stop = async {
+            tokio::select! {
+                _ = interrupt.recv() => status = 130,
+                _ = terminate.recv() => status = 143,
             }
-            _ = interrupt.recv() => Ok(130),
-            _ = terminate.recv() => Ok(143),
-        }
+        };
+        gateway::serve_stdio(runtime, spec, limits, host, stop)
+            .await
+            .map_err(|e| format!("the MCP connection failed: {e}"))?;
+        Ok(status)
     });
     // A read of standard input may still be pending; it must not keep the process.
     tokio.shutdown_background();

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use casulo_protocol::spec::{DEFAULT_MAX_PROCESSES, DEFAULT_MEMORY_MIB, SandboxSpec, ShareSpec};
+use casulo_protocol::spec::{
+    DEFAULT_MAX_PROCESSES, DEFAULT_MEMORY_MIB, OutputLinks, SandboxSpec, ShareSpec,
+};
 use clap::{Args, ValueEnum};
 
 /// Options of the microVM.
@@ -29,6 +31,14 @@ pub(crate) struct SandboxOptions {
     /// Most bytes that may be added to the output folder; K, M, G for KiB, MiB, GiB
     #[arg(long, default_value = "1G", value_parser = bytes, value_name = "BYTES")]
     pub(crate) output_limit: u64,
+    /// Which symbolic links may stay in the output folder and other writable shares; `inside`: those
+    /// that do not lead out of it
+    #[arg(long, value_enum, default_value_t = Links::Inside, value_name = "WHICH")]
+    pub(crate) output_links: Links,
+    /// Release only regular files that match into the output folder, which the guest then does not
+    /// see; `*.csv`, `plots/**`; may be repeated
+    #[arg(long, value_name = "GLOB", requires = "output")]
+    pub(crate) artifact: Vec<String>,
     /// One more file or folder and its place in the guest, read-only unless `:rw`; may be repeated
     #[arg(long, value_parser = share, value_name = "HOST:GUEST[:ro|rw]")]
     pub(crate) share: Vec<ShareSpec>,
@@ -63,6 +73,17 @@ pub(crate) enum Host {
     Emulated,
 }
 
+/// Which symbolic links may stay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Links {
+    /// Those that stay inside their share
+    Inside,
+    /// All, wherever they lead
+    All,
+    /// None
+    None,
+}
+
 impl SandboxOptions {
     /// The request that these options make.
     pub(crate) fn spec(&self) -> SandboxSpec {
@@ -73,6 +94,12 @@ impl SandboxOptions {
         spec.input.clone_from(&self.input);
         spec.output.clone_from(&self.output);
         spec.output_limit = self.output_limit;
+        spec.output_links = match self.output_links {
+            Links::Inside => OutputLinks::Inside,
+            Links::All => OutputLinks::All,
+            Links::None => OutputLinks::None,
+        };
+        spec.artifacts.clone_from(&self.artifact);
         spec.shares.clone_from(&self.share);
         spec.share_sensitive = self.share_sensitive;
         spec.scratch_mib = self.scratch;

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use casulo_protocol::error::TaskError;
 use casulo_protocol::event::{Event, Phase};
-use casulo_protocol::result::RunResult;
+use casulo_protocol::result::{Reason, Rejected, RunResult};
 use casulo_protocol::spec::RunSpec;
 use tokio::io::AsyncRead;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -151,51 +151,94 @@ async fn session(args: &Args, runtime: Runtime) -> u8 {
         Ok(ends) => ends,
         Err(e) => return fail(args, &internal(format!("cannot watch for signals: {e}"))),
     };
-    tokio::select! {
+    let sandbox = tokio::select! {
         biased;
         // Dropping the other future kills the VM.
-        status = ends.next() => status,
-        result = task(args, &runtime) => match result {
-            Ok(status) => status,
-            Err(e) => fail(args, &e.into()),
+        status = ends.next() => return status,
+        sandbox = runtime.sandbox(args.sandbox.spec()) => match sandbox {
+            Ok(sandbox) => sandbox,
+            Err(e) => return fail(args, &e.into()),
         },
+    };
+    let outcome = tokio::select! {
+        biased;
+        status = ends.next() => Outcome::Interrupted(status),
+        result = task(args, &sandbox) => result.map_or_else(Outcome::Failed, Outcome::Done),
+    };
+    // What was written is made safe to read however the task ended; a second signal ends that too.
+    tokio::select! {
+        biased;
+        status = ends.next() => status,
+        status = finish(args, sandbox, outcome) => status,
     }
 }
 
-async fn task(args: &Args, runtime: &Runtime) -> Result<u8, Error> {
+/// How a task ended.
+enum Outcome {
+    Done(RunResult),
+    Failed(Error),
+    /// By a signal, with this exit status.
+    Interrupted(u8),
+}
+
+async fn task(args: &Args, sandbox: &Sandbox) -> Result<RunResult, Error> {
     let mut spec = RunSpec::new(args.argv.iter().cloned());
     spec.env = args.command.environment().map_err(Error::Invalid)?;
     spec.user.clone_from(&args.command.user);
     spec.workdir.clone_from(&args.command.workdir);
     spec.timeout_ms = args.command.timeout;
     let stdin = input(args)?;
-    let sandbox = runtime.sandbox(args.sandbox.spec()).await?;
     let result = if args.json {
-        sandbox.run_captured(&spec, stdin, JSON_OUTPUT, Files::List).await?
+        sandbox.run_captured(&spec, stdin, JSON_OUTPUT, Files::Ignore).await?
     } else {
-        streamed(args, &mut spec, stdin, &sandbox).await?
+        streamed(args, &mut spec, stdin, sandbox).await?
     };
     if args.timings {
         // Asked for once the result is there, so that asking costs the command nothing.
         sandbox.counters().await;
     }
+    Ok(result)
+}
+
+/// Ends the VM and tells how it went; gives the exit status.
+async fn finish(args: &Args, sandbox: Sandbox, outcome: Outcome) -> u8 {
     let begin = Instant::now();
-    sandbox.kill();
-    let events = sandbox.events();
-    if args.timings {
-        sandbox.close().await;
+    let files = if args.json { Files::List } else { Files::Ignore };
+    let output =
+        if args.timings { sandbox.close(files).await } else { sandbox.finish(files).await };
+    if args.timings && matches!(outcome, Outcome::Done(_)) {
         let teardown_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
-        print_timings(args, &events, teardown_us);
-    } else {
-        // The kernel needs a while to free the VM; nobody waits for that.
-        std::mem::forget(sandbox);
+        print_timings(args, &sandbox.events(), teardown_us);
     }
-    if args.json {
-        print_json(&result).map_err(|e| Error::io("cannot write the result", e))?;
-    } else {
-        tell(&result);
+    // The kernel needs a while to free the VM; nobody waits for that.
+    std::mem::forget(sandbox);
+    match (outcome, output) {
+        (Outcome::Done(mut result), Ok(output)) => {
+            output.add_to(&mut result);
+            if !args.json {
+                tell(&result);
+            }
+            let status = result.exit_status();
+            if args.json
+                && let Err(e) = print_json(&result)
+            {
+                return fail(args, &Error::io("cannot write the result", e).into());
+            }
+            status
+        }
+        (Outcome::Done(_), Err(e)) => fail(args, &e.into()),
+        (other, output) => {
+            match output {
+                Ok(output) => tell_output(&output.rejected, output.rejected_omitted),
+                Err(e) => complain(&e.to_string()),
+            }
+            match other {
+                Outcome::Failed(e) => fail(args, &e.into()),
+                Outcome::Interrupted(status) => status,
+                Outcome::Done(_) => FAILED,
+            }
+        }
     }
-    Ok(result.exit_status())
 }
 
 /// What the user must know and the command did not say itself.
@@ -209,6 +252,35 @@ fn tell(result: &RunResult) {
     }
     if result.output_limit_hit {
         complain("the limit of the output folder (--output-limit), or its disk, was reached");
+    }
+    tell_output(&result.rejected, result.rejected_omitted);
+}
+
+/// What was not let out.
+fn tell_output(rejected: &[Rejected], omitted: u64) {
+    const MOST: usize = 10;
+    for entry in rejected.iter().take(MOST) {
+        let why = match entry.reason {
+            Reason::LinkOutside => {
+                "a link that leads out of the share (--output-links all keeps it)"
+            }
+            Reason::Link => "a link",
+            Reason::Special => "a FIFO, socket or device",
+            Reason::Name => "control characters in its name",
+            _ => "an artifact that cannot be put in its place",
+        };
+        let what = format!("{:?} in {}: {why}", entry.path, entry.share);
+        let detail = entry.detail.as_deref().map(|d| format!(": {d}")).unwrap_or_default();
+        complain(&match (&entry.still_there, entry.reason) {
+            (Some(e), _) => format!("could not remove {what}: {e}"),
+            (None, Reason::Place) => format!("did not release {what}{detail}"),
+            (None, _) => format!("removed {what}{detail}"),
+        });
+    }
+    let more = u64::try_from(rejected.len().saturating_sub(MOST)).unwrap_or(u64::MAX);
+    let more = more.saturating_add(omitted);
+    if more > 0 {
+        complain(&format!("and {more} more; --json lists them"));
     }
 }
 

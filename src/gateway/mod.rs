@@ -23,7 +23,7 @@ use crate::Runtime;
 /// How often idle and old sandboxes are looked for.
 const REAP_EVERY: Duration = Duration::from_secs(5);
 
-/// Serves one MCP client on standard input and output until it closes them.
+/// Serves one MCP client on standard input and output until it closes them, or until `stop` is over.
 ///
 /// Every sandbox is made after `template`; its output folder gets a folder of its own for each
 /// sandbox.
@@ -35,6 +35,7 @@ pub async fn serve_stdio(
     template: SandboxSpec,
     limits: Limits,
     host: HostKind,
+    stop: impl Future<Output = ()>,
 ) -> std::io::Result<()> {
     let sandboxes = sandboxes::Sandboxes::new(runtime, template, limits);
     let server = server::Server { sandboxes: Arc::clone(&sandboxes), host };
@@ -47,13 +48,19 @@ pub async fn serve_stdio(
             }
         }
     });
-    let result = match server.serve(rmcp::transport::stdio_pipes()).await {
-        Ok(running) => running.waiting().await.map(drop).map_err(std::io::Error::other),
-        // A client that only probes and leaves is no failure.
-        Err(ServerInitializeError::ConnectionClosed(_)) => Ok(()),
-        Err(error) => Err(std::io::Error::other(error)),
+    let serve = async {
+        match server.serve(rmcp::transport::stdio_pipes()).await {
+            Ok(running) => running.waiting().await.map(drop).map_err(std::io::Error::other),
+            // A client that only probes and leaves is no failure.
+            Err(ServerInitializeError::ConnectionClosed(_)) => Ok(()),
+            Err(error) => Err(std::io::Error::other(error)),
+        }
+    };
+    let result = tokio::select! {
+        result = serve => result,
+        () = stop => Ok(()),
     };
     reaper.abort();
-    sandboxes.close();
+    sandboxes.close().await;
     result
 }

@@ -7,6 +7,9 @@ use casulo_protocol::result::{HostKind, RunResult, SandboxFate};
 use rmcp::model::{CallToolResult, ContentBlock};
 use serde::Serialize;
 
+use super::tools::DestroySandboxResult;
+use crate::Output;
+
 /// Most bytes of one encoded result.
 pub(super) const MAX_RESULT: usize = 24 * 1024;
 /// Bytes of each of stdout and stderr that the agent is asked to keep.
@@ -26,6 +29,7 @@ pub(super) fn both<T: Serialize>(value: &T) -> Result<CallToolResult, serde_json
 /// Result of a command, at most [`MAX_RESULT`] bytes when encoded.
 pub(super) fn command(
     answer: &CommandResult,
+    mut output: Output,
     host: HostKind,
     fate: SandboxFate,
     sandbox_id: Option<String>,
@@ -41,6 +45,8 @@ pub(super) fn command(
     result.sandbox = fate;
     result.sandbox_id = sandbox_id;
     result.host = host;
+    cut(&mut output, MAX_RESULT / 2);
+    output.add_to(&mut result);
     let mut budget = MAX_RESULT;
     loop {
         let (stdout, cut_out) = text(&answer.stdout, budget / 2);
@@ -57,6 +63,41 @@ pub(super) fn command(
             return result;
         }
         budget /= 2;
+    }
+}
+
+/// Result of the end of a kept sandbox.
+pub(super) fn destroyed(mut output: Output) -> DestroySandboxResult {
+    cut(&mut output, MAX_RESULT);
+    DestroySandboxResult {
+        destroyed: true,
+        files: output.files,
+        files_omitted: output.files_omitted,
+        rejected: output.rejected,
+        rejected_omitted: output.rejected_omitted,
+        withheld: output.withheld,
+    }
+}
+
+/// Leaves entries out until the rest takes at most `limit` bytes of JSON.
+fn cut(output: &mut Output, limit: usize) {
+    let length = |output: &Output| {
+        let files = serde_json::to_string(&output.files).map(|s| s.len());
+        let rejected = serde_json::to_string(&output.rejected).map(|s| s.len());
+        files.unwrap_or(usize::MAX).saturating_add(rejected.unwrap_or(usize::MAX))
+    };
+    let less = |length: usize| u64::try_from(length.div_ceil(2)).unwrap_or(u64::MAX);
+    while length(output) > limit && !(output.files.is_empty() && output.rejected.is_empty()) {
+        // The longer list first.
+        if output.files.len() >= output.rejected.len() {
+            let gone = less(output.files.len());
+            output.files.truncate(output.files.len() / 2);
+            output.files_omitted = output.files_omitted.saturating_add(gone);
+        } else {
+            let gone = less(output.rejected.len());
+            output.rejected.truncate(output.rejected.len() / 2);
+            output.rejected_omitted = output.rejected_omitted.saturating_add(gone);
+        }
     }
 }
 
@@ -123,7 +164,8 @@ mod tests {
             stdout: captured(&[1; 20_000], b"", 20_000),
             ..CommandResult::default()
         };
-        let result = command(&answer, HostKind::Native, SandboxFate::Discarded, None);
+        let result =
+            command(&answer, Output::default(), HostKind::Native, SandboxFate::Discarded, None);
         assert!(serde_json::to_string(&result).unwrap().len() <= MAX_RESULT);
         assert!(result.truncated);
     }
@@ -134,6 +176,36 @@ mod tests {
             stdout: Captured { head: "!!".into(), tail: "*".into(), bytes: u64::MAX },
             ..CommandResult::default()
         };
-        assert!(command(&answer, HostKind::Native, SandboxFate::Discarded, None).truncated);
+        assert!(
+            command(&answer, Output::default(), HostKind::Native, SandboxFate::Discarded, None)
+                .truncated
+        );
+    }
+
+    #[test]
+    fn long_lists_are_cut_and_counted() {
+        use casulo_protocol::result::{Change, FileChange, FileKind, Reason, Rejected};
+        let mut output = Output::default();
+        let file =
+            |n: usize| FileChange::new(format!("{n:0200}"), FileKind::File, 1, Change::Created);
+        output.files = (0..1000).map(file).collect();
+        output.files_omitted = 7;
+        let share = || "/workspace/output".to_owned();
+        let rejected = |n| Rejected::new(share(), format!("{n}"), FileKind::Other, Reason::Special);
+        output.rejected = (0..1000).map(rejected).collect();
+        let answer = CommandResult {
+            stdout: captured(&[b'x'; 20_000], b"", 20_000),
+            ..CommandResult::default()
+        };
+        let result =
+            command(&answer, output.clone(), HostKind::Native, SandboxFate::Discarded, None);
+        assert!(serde_json::to_string(&result).unwrap().len() <= MAX_RESULT);
+        let count = |left: usize, omitted: u64| left as u64 + omitted;
+        assert!(!result.files.is_empty() && !result.rejected.is_empty());
+        assert_eq!(count(result.files.len(), result.files_omitted), 1007);
+        assert_eq!(count(result.rejected.len(), result.rejected_omitted), 1000);
+        let result = destroyed(output);
+        assert_eq!(count(result.files.len(), result.files_omitted), 1007);
+        assert!(serde_json::to_string(&result).unwrap().len() <= MAX_RESULT + 200);
     }
 }

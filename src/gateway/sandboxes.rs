@@ -14,7 +14,7 @@ use casulo_protocol::error::{ErrorClass, Retry, TaskError};
 use casulo_protocol::spec::SandboxSpec;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::{Runtime, Sandbox};
+use crate::{Files, Output, Runtime, Sandbox};
 
 /// What a gateway allows.
 #[derive(Clone, Debug)]
@@ -152,11 +152,11 @@ impl Sandboxes {
         Ok(Call(Arc::clone(held)))
     }
 
-    /// Ends the kept sandbox of that id; calls that run in it end with `guest_lost`.
-    pub(super) fn destroy(&self, id: &str) -> Result<(), TaskError> {
+    /// Ends the kept sandbox of that id; calls that run in it end with `guest_lost`. Tells what came
+    /// out of it.
+    pub(super) async fn destroy(&self, id: &str) -> Result<Output, TaskError> {
         let held = lock(&self.kept).remove(id).ok_or_else(not_found)?;
-        held.sandbox.kill();
-        Ok(())
+        held.sandbox.close(Files::List).await.map_err(TaskError::from)
     }
 
     /// Ends every sandbox that is idle, too old or lost.
@@ -173,17 +173,21 @@ impl Sandboxes {
             }
             !(idle || old || lost)
         });
-        // Outside the lock: ending a VM waits for its process.
         for held in ended {
-            held.sandbox.kill();
+            // Nobody is there to be told what came out.
+            tokio::spawn(async move { held.sandbox.close(Files::Ignore).await.map(drop) });
         }
     }
 
-    /// Ends every kept sandbox.
-    pub(super) fn close(&self) {
+    /// Ends every kept sandbox, and makes what they wrote safe to read.
+    pub(super) async fn close(&self) {
         let all: Vec<_> = lock(&self.kept).drain().collect();
-        for (_, held) in all {
+        for (_, held) in &all {
             held.sandbox.kill();
+        }
+        for (_, held) in all {
+            // Nobody is there to be told.
+            let _ = held.sandbox.close(Files::Ignore).await;
         }
     }
 }

@@ -24,11 +24,12 @@ use tokio_util::sync::CancellationToken;
 use super::render;
 use super::sandboxes::{Held, Sandboxes};
 use super::tools::{
-    self, CreateSandboxArgs, CreateSandboxResult, DestroySandboxArgs, DestroySandboxResult,
-    Encoding, ExecuteCodeArgs, ListFilesArgs, MAX_ENTRIES, MAX_READ, MAX_TIMEOUT_SECONDS, Name,
-    ReadFileArgs, ReadFileResult, RunCommandArgs, WriteFileArgs, WriteFileResult,
+    self, CreateSandboxArgs, CreateSandboxResult, DestroySandboxArgs, Encoding, ExecuteCodeArgs,
+    ListFilesArgs, MAX_ENTRIES, MAX_READ, MAX_TIMEOUT_SECONDS, Name, ReadFileArgs, ReadFileResult,
+    RunCommandArgs, WriteFileArgs, WriteFileResult,
 };
 use crate::agent::Program;
+use crate::{Files, Output};
 
 const INSTRUCTIONS: &str = "Runs code and commands in isolated Linux microVMs without network. \
     run_command and execute_code without sandbox_id get a fresh microVM that is discarded after the \
@@ -106,8 +107,8 @@ impl Server {
             }
             Name::DestroySandbox => {
                 let args: DestroySandboxArgs = parse(arguments)?;
-                self.sandboxes.destroy(&args.sandbox_id)?;
-                structured(&DestroySandboxResult { destroyed: true })
+                let output = self.sandboxes.destroy(&args.sandbox_id).await?;
+                structured(&render::destroyed(output))
             }
         }
     }
@@ -175,20 +176,22 @@ impl Server {
                 .await
                 .map_err(TaskError::from)
         };
-        let (answer, fate, id) = if sandbox_id.is_empty() {
+        let (answer, output, fate, id) = if sandbox_id.is_empty() {
             // Dropping the sandbox on cancellation ends its VM.
-            let answer = or_cancelled(cancel, async {
+            let (answer, output) = or_cancelled(cancel, async {
                 let held = self.sandboxes.fresh().await?;
-                run(&held).await
+                let answer = run(&held).await?;
+                let output = held.sandbox.finish(Files::List).await.map_err(TaskError::from)?;
+                Ok((answer, output))
             })
             .await?;
-            (answer, SandboxFate::Discarded, None)
+            (answer, output, SandboxFate::Discarded, None)
         } else {
             let call = self.sandboxes.get(sandbox_id)?;
             let answer = or_cancelled(cancel, run(&call)).await?;
-            (answer, SandboxFate::Kept, Some(sandbox_id.to_owned()))
+            (answer, Output::default(), SandboxFate::Kept, Some(sandbox_id.to_owned()))
         };
-        structured(&render::command(&answer, self.host, fate, id))
+        structured(&render::command(&answer, output, self.host, fate, id))
     }
 
     async fn read_file(

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use casulo_protocol::result::RunResult;
+use casulo_protocol::result::{FileChange, Rejected, RunResult};
 use rmcp::model::{JsonObject, Tool, ToolAnnotations};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -229,6 +229,16 @@ pub struct DestroySandboxArgs {
 pub struct DestroySandboxResult {
     /// Always true; a sandbox that does not exist is an error.
     pub destroyed: bool,
+    /// What changed in the output folder, or was released into it, sorted by path.
+    pub files: Vec<FileChange>,
+    /// Further changes for which `files` has no room.
+    pub files_omitted: u64,
+    /// What was not let out because it would be dangerous to meet.
+    pub rejected: Vec<Rejected>,
+    /// Further ones for which `rejected` has no room.
+    pub rejected_omitted: u64,
+    /// Files that matched no artifact pattern and are gone.
+    pub withheld: u64,
 }
 
 /// A public tool.

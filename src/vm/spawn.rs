@@ -26,7 +26,7 @@ const LAST_WORDS: usize = 8 * 1024;
 #[derive(Debug)]
 pub(crate) struct Process {
     child: Option<Child>,
-    pidfd: AsyncFd<OwnedFd>,
+    pidfd: Arc<AsyncFd<OwnedFd>>,
     last_words: Arc<Mutex<Vec<u8>>>,
 }
 
@@ -50,7 +50,7 @@ impl Process {
             failed(e)
         };
         let pidfd = match open_pidfd(&child) {
-            Ok(pidfd) => pidfd,
+            Ok(pidfd) => Arc::new(pidfd),
             Err(e) => return Err(kill(&mut child, e)),
         };
         let last_words = Arc::new(Mutex::new(Vec::new()));
@@ -69,10 +69,16 @@ impl Process {
         let _ = self.pidfd.readable().await;
     }
 
+    /// A descriptor that becomes readable when the process ends.
+    pub(crate) fn watch(&self) -> Arc<AsyncFd<OwnedFd>> {
+        Arc::clone(&self.pidfd)
+    }
+
     /// Kills the process. Does not wait for its end.
     pub(crate) fn kill(&self) {
         // It may have ended already.
-        let _ = rustix::process::pidfd_send_signal(&self.pidfd, rustix::process::Signal::KILL);
+        let _ =
+            rustix::process::pidfd_send_signal(self.pidfd.as_ref(), rustix::process::Signal::KILL);
     }
 
     /// What the process wrote to standard error, its end, as text.

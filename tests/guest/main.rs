@@ -10,6 +10,7 @@ mod ending;
 mod errors;
 mod isolation;
 mod memory;
+mod output;
 mod run;
 mod shares;
 mod support;
