@@ -17,6 +17,9 @@ pub mod rng;
 pub mod vsock;
 pub mod worker;
 
+#[cfg(test)]
+mod harness;
+
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;

@@ -1,0 +1,1 @@
+//! Pause, save and restore of every device.
