@@ -140,7 +140,11 @@ const ATTACKS: &[Attack] = &[
         },
         "room for its status",
     ),
-    ("index far ahead", |ring| ring.set_half(Ring::AVAIL + 2, 129), "available index"),
+    (
+        "index far ahead",
+        |ring| ring.set_half(Ring::AVAIL + 2, ring.avail + ring.size + 1),
+        "available index",
+    ),
     ("index goes back", |ring| ring.set_half(Ring::AVAIL + 2, u16::MAX), "available index"),
     (
         "nested tables",

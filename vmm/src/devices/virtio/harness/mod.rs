@@ -269,6 +269,7 @@ impl Board {
     }
 
     /// Waits for `count` used entries of a queue.
+    #[track_caller]
     pub fn wait_used(&mut self, queue: usize, count: usize) -> Vec<(u16, u32)> {
         let mut all = Vec::new();
         wait(|| {
@@ -281,6 +282,7 @@ impl Board {
     }
 
     /// Waits until the device says that it needs a reset, and that it interrupted its driver for it.
+    #[track_caller]
     pub fn wait_broken(&self) {
         wait(|| self.status() & STATUS_NEEDS_RESET != 0 && self.line.read().is_ok());
         assert_eq!(self.status(), 15 | STATUS_NEEDS_RESET);
@@ -289,6 +291,7 @@ impl Board {
 }
 
 /// Waits for something.
+#[track_caller]
 pub(super) fn wait(mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !done() {
