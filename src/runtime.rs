@@ -403,6 +403,8 @@ fn config<'a>(spec: &SandboxSpec, prepared: &'a Prepared) -> (VmConfig, Vec<Borr
                 fd: add(&share.root),
                 read_only: share.mount.read_only,
                 limit_bytes: share.limit_bytes,
+                limit_files: None,
+                xattr: false,
                 // The host may look at and change its folders while the sandbox runs.
                 cache: false,
                 guest_uid: GUEST_ID,

@@ -14,7 +14,7 @@ use casulo_protocol::image::Manifest;
 use casulo_protocol::result::{HostKind, RunResult};
 use casulo_protocol::spec::{OUTPUT_PATH, RunSpec};
 use casulo_protocol::stream::Channel;
-use casulo_protocol::vmm::Counters;
+use casulo_protocol::vmm::{Counters, FileRecord};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::io::AsyncRead;
@@ -284,6 +284,12 @@ impl Sandbox {
         };
         self.log.push(Event::Counters(counters));
         Some(counters)
+    }
+
+    /// Which files of the shares the guest has read and written so far; `None` when the VM has been
+    /// killed, or ended without saying.
+    pub async fn file_record(&self) -> Option<FileRecord> {
+        tokio::time::timeout(self.grace(), self.control.files()).await.ok()?.ok()
     }
 
     /// Kills the VM. Does not wait for its end; calls that wait for the guest fail.

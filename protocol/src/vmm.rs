@@ -22,6 +22,9 @@ pub const MAX_PACKET: usize = 64 * 1024;
 /// Most descriptors beside one packet (the kernel's own limit, `SCM_MAX_FD`, is 253).
 pub const MAX_FDS: usize = 64;
 
+/// Most files of which a VMM tells what the guest did with them ([`Message::Files`]).
+pub const MAX_FILES: usize = 4096;
+
 /// The guest's vsock CID in every VM; the host is 2.
 pub const GUEST_CID: u64 = 3;
 
@@ -75,8 +78,14 @@ pub struct ShareConfig {
     pub read_only: bool,
     /// Most bytes the guest may add, counted in allocated blocks; `None`: no limit of its own.
     pub limit_bytes: Option<u64>,
-    /// Whether the host promises that nothing else changes the share, so that the guest may cache.
+    /// Most names (files, folders, links) the guest may add; `None`: no limit of its own.
+    pub limit_files: Option<u64>,
+    /// Whether the host promises that nothing else changes the share, so that the guest may cache
+    /// names, attributes, listings and pages without asking again.
     pub cache: bool,
+    /// Whether extended attributes `user.*` of the host's files are shown, and may be changed where the
+    /// share may.
+    pub xattr: bool,
     /// User and group in the guest that own everything in the share.
     pub guest_uid: u32,
     /// See `guest_uid`.
@@ -104,6 +113,9 @@ pub enum Request {
     },
     /// Asks for the console ring and the counters; answered by [`Message::Report`].
     Report,
+    /// Asks which files of the shares the guest has read and written; answered by one or more
+    /// [`Message::Files`].
+    Files,
 }
 
 /// What a VMM tells its parent.
@@ -143,6 +155,16 @@ pub enum Message {
         /// Counters so far.
         counters: Counters,
     },
+    /// A part of the answer to [`Request::Files`]; unasked before [`Message::Exited`], so that the
+    /// record outlives the guest.
+    Files {
+        /// At most [`MAX_FILES`] in all parts, in the order in which the guest first opened them.
+        files: Vec<FileUse>,
+        /// How often a file was opened that is not among them, because the record was full.
+        left_out: u64,
+        /// Whether another part follows.
+        more: bool,
+    },
     /// The guest ended; the VMM ends after this.
     Exited {
         /// Why.
@@ -152,6 +174,32 @@ pub enum Message {
         /// Counters at the end.
         counters: Counters,
     },
+}
+
+/// What the guest has done with one file of a share.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileUse {
+    /// Name of the share.
+    pub share: String,
+    /// Path in the share when the file was first opened under it; bytes that are not UTF-8 are
+    /// replaced. Empty if the share is this one file.
+    pub path: String,
+    /// Bytes that the guest has fetched. Its kernel reads ahead, and reads again from its cache without
+    /// asking: so this may be more or less than its programs have read.
+    pub read: u64,
+    /// Bytes that the guest has written.
+    pub written: u64,
+    /// Whether the guest made it, wrote to it or changed its size.
+    pub changed: bool,
+}
+
+/// Which files of the shares a guest has read and written.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRecord {
+    /// At most [`MAX_FILES`], in the order in which they were first opened.
+    pub files: Vec<FileUse>,
+    /// How often others were opened, for which the record had no room.
+    pub left_out: u64,
 }
 
 /// Why a guest ended.

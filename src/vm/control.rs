@@ -9,7 +9,9 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use casulo_protocol::vmm::{Counters, ExitReason, MAX_FDS, MAX_PACKET, Message, Request};
+use casulo_protocol::vmm::{
+    Counters, ExitReason, FileRecord, FileUse, MAX_FDS, MAX_FILES, MAX_PACKET, Message, Request,
+};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
@@ -80,6 +82,36 @@ struct State {
     reports: VecDeque<oneshot::Sender<(String, Counters)>>,
     /// Counters that came with the end.
     last: Option<Counters>,
+    record: Record,
+}
+
+/// The record of the files that the guest has used, which comes in parts.
+#[derive(Debug, Default)]
+struct Record {
+    /// Parts of one that is not whole yet.
+    parts: Vec<FileUse>,
+    waiting: VecDeque<oneshot::Sender<FileRecord>>,
+    /// The last whole one that nobody had asked for: the guest has ended.
+    last: Option<FileRecord>,
+}
+
+impl Record {
+    /// Takes one more part.
+    fn add(&mut self, files: Vec<FileUse>, left_out: u64, more: bool) -> io::Result<()> {
+        self.parts.extend(files);
+        if self.parts.len() > MAX_FILES {
+            return Err(io::Error::other("a record of too many files"));
+        }
+        if !more {
+            let whole = FileRecord { files: std::mem::take(&mut self.parts), left_out };
+            match self.waiting.pop_front() {
+                // The one who asked may have given up.
+                Some(waiting) => drop(waiting.send(whole)),
+                None => self.last = Some(whole),
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Shared {
@@ -144,6 +176,17 @@ impl Control {
         let (answer_in, answer) = oneshot::channel();
         self.shared.state().reports.push_back(answer_in);
         self.send(&Request::Report, &[]).await?;
+        answer.await.map_err(|_| ended())
+    }
+
+    /// Which files the guest has read and written; also of a guest that has ended by itself.
+    pub(crate) async fn files(&self) -> io::Result<FileRecord> {
+        let (answer_in, answer) = oneshot::channel();
+        if let Some(last) = &self.shared.state().record.last {
+            return Ok(last.clone());
+        }
+        self.shared.state().record.waiting.push_back(answer_in);
+        self.send(&Request::Files, &[]).await?;
         answer.await.map_err(|_| ended())
     }
 
@@ -220,6 +263,7 @@ async fn pump(
     let mut state = shared.state();
     state.connects.clear();
     state.reports.clear();
+    state.record.waiting.clear();
 }
 
 fn handle(
@@ -255,6 +299,9 @@ fn handle(
             if let Some(waiting) = shared.state().reports.pop_front() {
                 let _ = waiting.send((console, counters));
             }
+        }
+        Message::Files { files, left_out, more } => {
+            shared.state().record.add(files, left_out, more)?;
         }
         Message::Exited { reason, console, counters } => {
             shared.state().last = Some(counters);
@@ -385,6 +432,38 @@ mod tests {
         assert_eq!((console.as_str(), counters.exits), ("boot", 5));
         let _peer = vmm.join().unwrap();
         assert!(control.is_alive());
+    }
+
+    #[tokio::test]
+    async fn the_record_of_files_comes_in_parts_and_outlives_the_guest() {
+        let file = |path: &str| FileUse { path: path.into(), read: 1, ..FileUse::default() };
+        let part = move |path, more| Message::Files { files: vec![file(path)], left_out: 2, more };
+        let (control, peer, _accepted) = pair();
+        let vmm = std::thread::spawn(move || {
+            assert_eq!(peer.receive(), Request::Files);
+            peer.send(&part("a", true), &[]);
+            peer.send(&part("b", false), &[]);
+            peer
+        });
+        let both = FileRecord { files: vec![file("a"), file("b")], left_out: 2 };
+        assert_eq!(control.files().await.unwrap(), both);
+        let peer = vmm.join().unwrap();
+        peer.send(&part("c", false), &[]);
+        let exited = Message::Exited {
+            reason: ExitReason::Reset,
+            console: String::new(),
+            counters: Counters::default(),
+        };
+        peer.send(&exited, &[]);
+        control.end().await;
+        assert_eq!(control.files().await.unwrap().files, [file("c")]);
+        let (control, peer, _accepted) = pair();
+        let too_many = vec![FileUse::default(); 500];
+        for _ in 0..=MAX_FILES / 500 {
+            let files = too_many.clone();
+            peer.send(&Message::Files { files, left_out: 0, more: true }, &[]);
+        }
+        assert!(matches!(control.end().await, End::Lost { .. }));
     }
 
     #[tokio::test]

@@ -119,13 +119,13 @@ pub fn build(config: MachineConfig) -> Result<Vm, BuildError> {
         VsockDevice::new(GUEST_CID, &config.listen).map_err(BuildError::Device)?;
     devices.push((Box::new(sockets), Kind::Vsock));
     let roots = threads::roots(&config.shares)?;
-    let mut limit_hit = Arc::default();
+    let (mut limit_hit, mut files) = (Arc::default(), Arc::default());
     if !config.shares.is_empty() {
         let proc_root = config.proc_root.ok_or_else(|| {
             BuildError::Config("shares need a descriptor of /proc (proc_root)".to_owned())
         })?;
         let shares = FsDevice::new(FS_TAG, config.shares, proc_root)?;
-        limit_hit = shares.limit_hit();
+        (limit_hit, files) = (shares.limit_hit(), shares.record());
         devices.push((Box::new(shares), Kind::Fs));
     }
     devices.push((Box::new(BalloonDevice::new()), Kind::Disks));
@@ -167,7 +167,18 @@ pub fn build(config: MachineConfig) -> Result<Vm, BuildError> {
         })?;
     }
     threads.finish()?;
-    Ok(Vm { console, counters, limit_hit, vsock, vsock_events, ended_event, ended, start, _vm: vm })
+    Ok(Vm {
+        console,
+        counters,
+        limit_hit,
+        files,
+        vsock,
+        vsock_events,
+        ended_event,
+        ended,
+        start,
+        _vm: vm,
+    })
 }
 
 fn event() -> Result<EventFd, BuildError> {

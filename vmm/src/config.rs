@@ -97,6 +97,8 @@ impl MachineConfig {
                 name: share.name,
                 read_only: share.read_only,
                 limit_bytes: share.limit_bytes,
+                limit_files: share.limit_files,
+                xattr: share.xattr,
                 cache: share.cache,
                 guest_uid: share.guest_uid,
                 guest_gid: share.guest_gid,

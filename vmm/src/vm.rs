@@ -9,6 +9,7 @@ use kvm_ioctls::VmFd;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::devices::serial::Console;
+use crate::devices::virtio::fs::Record;
 use crate::devices::virtio::vsock::{VsockEvents, VsockHandle};
 use crate::vcpu::ExitCounters;
 
@@ -23,6 +24,8 @@ pub struct Vm {
     pub counters: Vec<Arc<ExitCounters>>,
     /// Whether the guest met the limit of a share, or a full disk of the host.
     pub limit_hit: Arc<AtomicBool>,
+    /// Which files of the shares the guest has read and written.
+    pub files: Arc<Record>,
     /// Opens and allows connections.
     pub vsock: VsockHandle,
     /// Connections that were made.

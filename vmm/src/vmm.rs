@@ -64,6 +64,7 @@ fn serve(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlErr
         }
         let [asked, ended, connected] = fds.map(|fd| !fd.revents().is_empty());
         if ended && let Some(reason) = vm.try_wait() {
+            tell_files(control, vm)?;
             let message = Message::Exited {
                 reason,
                 console: vm.console.tail(CONSOLE_AT_END),
@@ -109,10 +110,16 @@ fn answer(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlEr
             let console = vm.console.tail(CONSOLE_AT_END);
             control.send(&Message::Report { console, counters: counters(vm, build_us) }, None)
         }
+        Request::Files => tell_files(control, vm),
         Request::Connect { id, port } => vm.vsock.connect(id, port).map_err(ControlError::Io),
         Request::Listen { port } => vm.vsock.listen(port).map_err(ControlError::Io),
         Request::Start(_) => Err(ControlError::Packet("a VM is started once".into())),
     }
+}
+
+/// Tells which files the guest has read and written.
+fn tell_files(control: &Control, vm: &Vm) -> Result<(), ControlError> {
+    vm.files.parts().into_iter().try_for_each(|part| control.send(&part, None))
 }
 
 fn counters(vm: &Vm, build_us: u64) -> Counters {

@@ -74,6 +74,8 @@ fn shares_need_proc() {
             root: root.as_fd().try_clone_to_owned().unwrap(),
             read_only: true,
             limit_bytes: None,
+            limit_files: None,
+            xattr: false,
             cache: false,
             guest_uid: 0,
             guest_gid: 0,

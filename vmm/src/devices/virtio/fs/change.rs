@@ -108,9 +108,10 @@ impl Server {
         self.count_name(parent);
         // The name may be another file's by now, the descriptor cannot.
         let path = self.reopen(&fd, OFlags::PATH)?;
-        let entry = self.look_up_fd(parent, path)?;
+        let entry = self.look_up_fd(parent, &name, path)?;
+        let place = self.enter(entry.node, true);
         output.put(&entry);
-        self.put_handle(entry.node, Open::File { fd, writable: access.writable }, output)
+        self.put_handle(entry.node, Open::File { fd, writable: access.writable, place }, output)
     }
 
     /// Opens a file that CREATE has found, for which a lookup was counted.
@@ -127,8 +128,9 @@ impl Server {
         }
         let fd = opened?;
         self.settle(entry.node);
+        let place = self.enter(entry.node, access.flags.contains(OFlags::TRUNC));
         output.put(&entry);
-        self.put_handle(entry.node, Open::File { fd, writable: access.writable }, output)
+        self.put_handle(entry.node, Open::File { fd, writable: access.writable, place }, output)
     }
 
     /// MKNOD: regular files only.
@@ -247,8 +249,22 @@ impl Server {
         let victim = if flags == 0 { self.replaced(from, &name, to, &new_name) } else { None };
         let flags = RenameFlags::from_bits_truncate(flags);
         renameat_with(from, name.as_c_str(), to, new_name.as_c_str(), flags)?;
+        let moved = self.known_child(new_parent, &new_name);
+        let exchanged = self.known_child(parent, &name);
         self.uncount(new_parent, victim);
+        if let Some(id) = moved {
+            self.nodes.moved(id, new_parent, &new_name);
+        }
+        if let Some(id) = exchanged {
+            self.nodes.moved(id, parent, &name);
+        }
         Ok(())
+    }
+
+    /// The node of a child, if the guest knows it.
+    fn known_child(&self, folder: u64, name: &Name) -> Option<u64> {
+        let folder = self.nodes.get(folder).ok()?;
+        self.nodes.find(folder.share, &stat_child(folder, name)?)
     }
 
     /// What a rename takes the name from. Nothing, if both names are the same file's: then it does

@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicBool;
 use vm_memory::{GuestMemoryBackend, VolatileSlice};
 
 use super::server::Server;
-use super::{FsError, Share};
+use super::{FsError, Record, Share};
 use crate::devices::virtio::chain::Chain;
 use crate::devices::virtio::queue::Virtqueue;
 use crate::devices::virtio::{Activation, DeviceError, GuestMemory, VirtioDevice};
@@ -53,6 +53,12 @@ impl FsDevice {
     #[must_use]
     pub fn limit_hit(&self) -> Arc<AtomicBool> {
         self.server.limit_hit()
+    }
+
+    /// Which files the guest reads and writes.
+    #[must_use]
+    pub fn record(&self) -> Arc<Record> {
+        self.server.record()
     }
 }
 

@@ -91,7 +91,7 @@ impl Server {
         let dots = dots.map(|(name, ino)| (name, ino, FileType::Directory));
         let shares = self.shares.iter().filter_map(|share| {
             let kind = self.nodes.get(share.root).ok()?.kind;
-            Some((share.name.as_slice(), share.root, kind))
+            Some((share.name.as_bytes(), share.root, kind))
         });
         let skip = usize::try_from(offset).unwrap_or(usize::MAX);
         for ((name, ino, kind), next) in dots.chain(shares).zip(1_u64..).skip(skip) {

@@ -8,6 +8,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
 
+use super::record::Place;
+
 /// Most handles at a time; each holds one descriptor.
 pub(super) const MAX_HANDLES: usize = 16_384;
 
@@ -20,6 +22,8 @@ pub(super) enum Open {
         fd: OwnedFd,
         /// Whether it may be written.
         writable: bool,
+        /// Where its use is recorded, if it is.
+        place: Option<Place>,
     },
     /// A folder of a share.
     Dir {
@@ -91,8 +95,16 @@ impl Handles {
     /// As [`Self::file`], and `EBADF` if the handle may not write.
     pub(super) fn writable_file(&self, id: u64, node: u64) -> Result<BorrowedFd<'_>, Errno> {
         match self.get(id, node)? {
-            Open::File { fd, writable: true } => Ok(fd.as_fd()),
+            Open::File { fd, writable: true, .. } => Ok(fd.as_fd()),
             _ => Err(Errno::BADF),
+        }
+    }
+
+    /// Where the use of the file that handle `id` has open is recorded.
+    pub(super) fn place(&self, id: u64) -> Option<Place> {
+        match self.by_id.get(&id)?.open {
+            Open::File { place, .. } => place,
+            Open::Dir { .. } | Open::Root => None,
         }
     }
 

@@ -14,6 +14,7 @@ use super::abi::{
 use super::handle::Open;
 use super::lookup::PERMISSIONS;
 use super::node::stat_fd;
+use super::record::Place;
 use super::server::{MAX_DATA, Output, Server};
 use super::wire::Cursor;
 
@@ -92,6 +93,17 @@ impl Server {
         Ok(())
     }
 
+    /// Enters a file in the record.
+    pub(super) fn enter(&self, id: u64, changed: bool) -> Option<Place> {
+        let share = self.nodes.get(id).and_then(|node| self.share(node)).ok()?;
+        // One whose name is not known has been moved by something on the host.
+        let place = self.record.enter(&share.name, &self.nodes.path(id).unwrap_or(b"?".into()));
+        if changed {
+            self.record.written(place, 0);
+        }
+        place
+    }
+
     /// OPEN
     pub(super) fn open(
         &mut self,
@@ -106,10 +118,12 @@ impl Server {
         let access = Access::new(wanted.flags)?;
         self.handles.check_room()?;
         let fd = self.open_node(id, access.flags)?;
-        if access.flags.contains(OFlags::TRUNC) {
+        let truncated = access.flags.contains(OFlags::TRUNC);
+        if truncated {
             self.settle(id);
         }
-        self.put_handle(id, Open::File { fd, writable: access.writable }, output)
+        let place = self.enter(id, truncated);
+        self.put_handle(id, Open::File { fd, writable: access.writable, place }, output)
     }
 
     /// READ
@@ -123,6 +137,7 @@ impl Server {
         let file = self.handles.file(wanted.handle, id)?;
         let size = wanted.size.min(MAX_DATA) as usize;
         output.direct = output.memory().fill_from(file, wanted.offset, size)?;
+        self.record.read(self.handles.place(wanted.handle), output.direct);
         Ok(())
     }
 
@@ -145,7 +160,9 @@ impl Server {
         let size = usize::try_from(allowed).map_err(|_| Errno::INVAL)?;
         let written = input.drain_to(file, wanted.offset, size, append);
         self.settle(id);
-        let size = u32::try_from(written?).map_err(|_| Errno::IO)?;
+        let written = written?;
+        self.record.written(self.handles.place(wanted.handle), written);
+        let size = u32::try_from(written).map_err(|_| Errno::IO)?;
         output.put(&WriteOut { size, padding: 0 });
         Ok(())
     }
@@ -218,6 +235,9 @@ impl Server {
         let mode = FallocateFlags::from_bits_truncate(wanted.mode);
         let result = fallocate(file, mode, wanted.offset, wanted.length);
         self.settle(id);
+        if result.is_ok() {
+            self.record.written(self.handles.place(wanted.handle), 0);
+        }
         result
     }
 
@@ -272,7 +292,10 @@ impl Server {
         let copied =
             copy_file_range(source.as_fd(), Some(&mut from), target.as_fd(), Some(&mut to), length);
         self.settle(wanted.node_out);
-        let size = u32::try_from(copied?).map_err(|_| Errno::IO)?;
+        let copied = copied?;
+        self.record.read(self.handles.place(wanted.handle_in), copied);
+        self.record.written(self.handles.place(wanted.handle_out), copied);
+        let size = u32::try_from(copied).map_err(|_| Errno::IO)?;
         output.put(&WriteOut { size, padding: 0 });
         Ok(())
     }

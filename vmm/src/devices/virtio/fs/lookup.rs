@@ -107,7 +107,8 @@ impl Server {
     /// The reply for the root of the share with this name.
     fn share_entry(&self, name: &Name) -> Result<EntryOut, Errno> {
         let name = name.as_c_str().to_bytes();
-        let share = self.shares.iter().find(|share| share.name == name).ok_or(Errno::NOENT)?;
+        let share =
+            self.shares.iter().find(|share| share.name.as_bytes() == name).ok_or(Errno::NOENT)?;
         Ok(share.entry(share.root, &self.nodes.get(share.root)?.stat()?))
     }
 
@@ -123,14 +124,19 @@ impl Server {
     /// Looks a child up, and counts that for the guest.
     pub(super) fn look_up_child(&mut self, parent: u64, name: &Name) -> Result<EntryOut, Errno> {
         let fd = open_child(self.folder(parent)?, name)?;
-        self.look_up_fd(parent, fd)
+        self.look_up_fd(parent, name, fd)
     }
 
-    /// The node of what `fd` is open on as a path, in the share of `parent`; counts a lookup.
-    pub(super) fn look_up_fd(&mut self, parent: u64, fd: OwnedFd) -> Result<EntryOut, Errno> {
+    /// The node of what `fd` is open on as a path, found as `name` in `parent`; counts a lookup.
+    pub(super) fn look_up_fd(
+        &mut self,
+        parent: u64,
+        name: &Name,
+        fd: OwnedFd,
+    ) -> Result<EntryOut, Errno> {
         let stat = stat_fd(fd.as_fd())?;
         let index = self.nodes.get(parent)?.share;
-        let id = self.nodes.look_up(index, fd, &stat)?;
+        let id = self.nodes.look_up(index, fd, &stat, (parent, name))?;
         let share = self.shares.get(index).ok_or(Errno::STALE)?;
         Ok(share.entry(id, &stat))
     }

@@ -46,6 +46,7 @@ mod lookup;
 mod names;
 mod node;
 mod quota;
+mod record;
 mod server;
 mod setattr;
 mod wire;
@@ -54,6 +55,7 @@ mod wire;
 mod tests;
 
 pub use device::FsDevice;
+pub use record::Record;
 pub use server::Server;
 
 /// One share: a child of the root of the file system.
@@ -71,6 +73,10 @@ pub struct Share {
     /// Writable shares with limits should not overlap (one inside of the other, or hard links between
     /// them): each counts for itself.
     pub limit_bytes: Option<u64>,
+    /// Most names that the guest may add; `None`: no limit but the host's.
+    pub limit_files: Option<u64>,
+    /// Whether extended attributes `user.*` are served.
+    pub xattr: bool,
     /// Whether nothing else changes the share, so that the guest may cache without asking again.
     pub cache: bool,
     /// User that owns everything in the share, as the guest sees it.

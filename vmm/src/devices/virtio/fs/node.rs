@@ -13,9 +13,13 @@ use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, statx};
 use rustix::io::Errno;
 
 use super::abi::ROOT_ID;
+use super::names::Name;
 
 /// Most nodes at a time; each holds one descriptor. See [`super::Server::new`] for the limit that binds.
 pub(super) const MAX_NODES: usize = 65_536;
+
+/// Most components of a path that is told to anyone. A hostile guest can make a circle of folders.
+const MAX_DEPTH: usize = 1024;
 
 /// One file that the guest knows.
 #[derive(Debug)]
@@ -28,6 +32,9 @@ pub(super) struct Node {
     /// Allocated blocks of 512 bytes that the share's account knows of.
     pub(super) blocks: u64,
     identity: Identity,
+    /// Folder in which it was last looked up, 0 for the root of a share, and its name there.
+    parent: u64,
+    name: Box<[u8]>,
     lookups: u64,
     handles: u64,
     /// A share's root: it stays without lookups.
@@ -129,6 +136,7 @@ impl Nodes {
         share: usize,
         fd: OwnedFd,
         stat: &Statx,
+        (parent, name): (u64, &Name),
     ) -> Result<u64, Errno> {
         let id = match self.by_identity.get(&Identity::new(share, stat)) {
             Some(id) => {
@@ -148,6 +156,8 @@ impl Nodes {
         };
         let node = self.get_mut(id)?;
         node.lookups = node.lookups.saturating_add(1);
+        node.parent = parent;
+        node.name = name.as_c_str().to_bytes().into();
         Ok(id)
     }
 
@@ -167,10 +177,47 @@ impl Nodes {
         self.next = id.checked_add(1).ok_or(Errno::NFILE)?;
         let identity = Identity::new(share, stat);
         let (kind, blocks) = (kind_of(stat), stat.stx_blocks);
-        let node = Node { fd, share, kind, blocks, identity, lookups: 0, handles: 0, pinned };
+        let node = Node {
+            fd,
+            share,
+            kind,
+            blocks,
+            identity,
+            parent: 0,
+            name: Box::default(),
+            lookups: 0,
+            handles: 0,
+            pinned,
+        };
         self.by_id.insert(id, node);
         self.by_identity.insert(identity, id);
         Ok(id)
+    }
+
+    /// The node has moved within its share.
+    pub(super) fn moved(&mut self, id: u64, parent: u64, name: &Name) {
+        if let Some(node) = self.by_id.get_mut(&id)
+            && !node.pinned
+        {
+            node.parent = parent;
+            node.name = name.as_c_str().to_bytes().into();
+        }
+    }
+
+    /// Path of a node in its share, as far as the guest's own operations have shown it; `None` if it
+    /// is not known up to the root.
+    pub(super) fn path(&self, id: u64) -> Option<Vec<u8>> {
+        let mut names = Vec::new();
+        let mut node = self.by_id.get(&id)?;
+        while !node.pinned {
+            if names.len() >= MAX_DEPTH {
+                return None;
+            }
+            names.push(&*node.name);
+            node = self.by_id.get(&node.parent)?;
+        }
+        names.reverse();
+        Some(names.join(&b'/'))
     }
 
     /// The guest forgets `count` lookups, or all if it has fewer. Returns the node if it is gone.

@@ -21,6 +21,7 @@ use super::handle::{Handles, MAX_HANDLES, Open};
 use super::names::Name;
 use super::node::{MAX_NODES, Node, Nodes, kind_of, stat_fd};
 use super::quota::Quota;
+use super::record::Record;
 use super::wire::Cursor;
 use super::{FsError, Share};
 
@@ -48,7 +49,7 @@ const FEATURES: u32 = init::ASYNC_READ
 /// A share in service.
 #[derive(Debug)]
 pub(super) struct ShareState {
-    pub(super) name: Vec<u8>,
+    pub(super) name: Arc<str>,
     /// Node of its root.
     pub(super) root: u64,
     pub(super) read_only: bool,
@@ -66,6 +67,7 @@ pub struct Server {
     pub(super) handles: Handles,
     proc_fd: OwnedFd,
     limit_hit: Arc<AtomicBool>,
+    pub(super) record: Arc<Record>,
     /// Whether `INIT` was answered.
     ready: bool,
 }
@@ -130,13 +132,16 @@ impl Server {
             handles: Handles::new(most_handles),
             proc_fd,
             limit_hit: Arc::default(),
+            record: Arc::default(),
             ready: false,
         };
         for (index, share) in shares.into_iter().enumerate() {
             let root_error =
                 |error: Errno| FsError::Root { name: share.name.clone(), error: error.into() };
-            let name = share.name.as_bytes().to_vec();
-            if Name::new(&name).is_err() || server.shares.iter().any(|other| other.name == name) {
+            let name = Arc::<str>::from(share.name.as_str());
+            if Name::new(name.as_bytes()).is_err()
+                || server.shares.iter().any(|other| other.name == name)
+            {
                 return Err(FsError::Name(share.name));
             }
             let stat = stat_fd(share.root.as_fd()).map_err(root_error)?;
@@ -162,6 +167,12 @@ impl Server {
     #[must_use]
     pub fn limit_hit(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.limit_hit)
+    }
+
+    /// Which files the guest reads and writes.
+    #[must_use]
+    pub fn record(&self) -> Arc<Record> {
+        Arc::clone(&self.record)
     }
 
     /// Notes that space was wanting.

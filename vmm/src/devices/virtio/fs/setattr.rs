@@ -33,6 +33,7 @@ impl Server {
         if has(flag::SET_SIZE) {
             let handle = has(flag::SET_HANDLE).then_some(wanted.handle);
             self.truncate(id, handle, wanted.size)?;
+            self.enter(id, true);
         }
         if has(flag::SET_MODE) {
             self.set_mode(id, wanted.mode)?;

@@ -44,6 +44,8 @@ pub(super) fn share(base: &Path, name: &str, file: &str) -> Share {
         root: open_path(&base.join(file)),
         read_only: name == "ro",
         limit_bytes: (name == "lim").then_some(LIMIT),
+        limit_files: None,
+        xattr: false,
         cache: name == "ro",
         guest_uid: GUEST_UID,
         guest_gid: GUEST_GID,

@@ -280,3 +280,40 @@ fn what_is_not_offered_says_so() {
         assert_eq!(world.call(op, node, &[&[0; 64]]).unwrap_err(), Errno::NOSYS, "{op}");
     }
 }
+
+#[test]
+fn what_is_read_and_written_is_recorded_by_path() {
+    use casulo_protocol::vmm::{FileUse, Message};
+    let mut world = World::new();
+    let (rw, sub) = (world.node("rw"), world.node("rw/sub"));
+    let input = world.node("ro/sub/b.txt");
+    let handle = world.open(input, libc::O_RDONLY).unwrap();
+    world.read(input, handle, 0, 8).unwrap();
+    let (new, handle) = world.create(sub, "new", libc::O_RDWR, 0o644).unwrap();
+    world.write(new.node, handle, 0, b"12345").unwrap();
+    // Under its new name it is another entry, from the next open on.
+    world.rename((rw, "sub"), (rw, "dir"), 0).unwrap();
+    world.read(new.node, handle, 0, 100).unwrap();
+    let again = world.open(new.node, libc::O_RDONLY).unwrap();
+    world.read(new.node, again, 1, 100).unwrap();
+    let single = world.node("single");
+    world.setattr(single, SetattrIn { valid: flag::SET_SIZE, ..Default::default() }).unwrap();
+    let parts = world.server.record().parts();
+    let [Message::Files { files, left_out: 0, more: false }] = &parts[..] else {
+        panic!("{parts:?}")
+    };
+    let file = |share: &str, path: &str, read, written, changed| FileUse {
+        share: share.into(),
+        path: path.into(),
+        read,
+        written,
+        changed,
+    };
+    let expected = [
+        file("ro", "sub/b.txt", 8, 0, false),
+        file("rw", "sub/new", 5, 5, true),
+        file("rw", "dir/new", 4, 0, false),
+        file("single", "", 0, 0, true),
+    ];
+    assert_eq!(files[..], expected);
+}
