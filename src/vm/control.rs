@@ -458,12 +458,19 @@ mod tests {
         control.end().await;
         assert_eq!(control.files().await.unwrap().files, [file("c")]);
         let (control, peer, _accepted) = pair();
-        let too_many = vec![FileUse::default(); 500];
-        for _ in 0..=MAX_FILES / 500 {
-            let files = too_many.clone();
-            peer.send(&Message::Files { files, left_out: 0, more: true }, &[]);
-        }
+        let vmm = std::thread::spawn(move || {
+            let part = Message::Files {
+                files: vec![FileUse::default(); MAX_FILES / 8],
+                left_out: 0,
+                more: true,
+            };
+            let packet = serde_json::to_vec(&part).unwrap();
+            // Until the other end has had enough.
+            while send_once(&peer.0, &packet, &[]).is_ok() {}
+        });
         assert!(matches!(control.end().await, End::Lost { .. }));
+        drop(control);
+        vmm.join().unwrap();
     }
 
     #[tokio::test]
