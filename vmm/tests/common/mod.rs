@@ -29,6 +29,9 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Where the guest's code lies.
 pub const CODE: u64 = 0x20_0000;
+/// Where [`Code::bring_up`] puts the rings of a queue, from the descriptor table on.
+pub const AVAIL: u64 = 0x400;
+pub const USED: u64 = 0x800;
 /// A page directory for the fourth GiB, in the guest's image.
 const DIRECTORY: u64 = CODE + 0x1000;
 
@@ -88,6 +91,76 @@ impl Code {
             .bytes(&address.to_le_bytes())
             .bytes(&[0xc7, 0x03])
             .bytes(&value.to_le_bytes())
+    }
+
+    /// Writes two words to memory.
+    pub fn poke_wide(self, address: u64, value: u64) -> Self {
+        let [low, high] = [value, value >> 32].map(|half| half as u32);
+        self.poke(address, low).poke(address + 4, high)
+    }
+
+    /// Writes an immediate of one, two or eight bytes; that of eight bytes is a signed byte extended.
+    pub fn poke_sized(self, address: u64, value: u8, width: usize) -> Self {
+        // mov rbx, address
+        let code = self.bytes(&[0x48, 0xbb]).bytes(&address.to_le_bytes());
+        match width {
+            // mov byte [rbx], value
+            1 => code.bytes(&[0xc6, 0x03, value]),
+            // mov word [rbx], value
+            2 => code.bytes(&[0x66, 0xc7, 0x03, value, 0]),
+            // mov qword [rbx], value
+            8 => code.bytes(&[0x48, 0xc7, 0x03, value, 0, 0, 0]),
+            other => panic!("no access of {other} bytes"),
+        }
+    }
+
+    /// Reads memory until a half word has this value.
+    pub fn wait_half(self, address: u64, value: u16) -> Self {
+        let [low, high] = value.to_le_bytes();
+        // mov rbx, address; cmp word [rbx], value; jne to the cmp
+        self.bytes(&[0x48, 0xbb])
+            .bytes(&address.to_le_bytes())
+            .bytes(&[0x66, 0x81, 0x3b, low, high, 0x75, 0xf9])
+    }
+
+    /// Brings up a virtio device with one queue of 16 entries, which begins at `ring` (zeroed memory), and
+    /// the features VERSION_1 alone.
+    pub fn bring_up(self, device: u64, ring: u64) -> Self {
+        self.poke(device + 0x70, 0)
+            .poke(device + 0x70, 1)
+            .poke(device + 0x70, 3)
+            .poke(device + 0x24, 1)
+            .poke(device + 0x20, 1)
+            .poke(device + 0x70, 11)
+            .poke(device + 0x30, 0)
+            .poke(device + 0x38, 16)
+            .poke_wide(device + 0x80, ring)
+            .poke_wide(device + 0x90, ring + AVAIL)
+            .poke_wide(device + 0xa0, ring + USED)
+            .poke(device + 0x44, 1)
+            .poke(device + 0x70, 15)
+    }
+
+    /// Writes a descriptor.
+    pub fn descriptor(
+        self,
+        ring: u64,
+        index: u16,
+        address: u64,
+        length: u32,
+        flags: u16,
+        next: u16,
+    ) -> Self {
+        let at = ring + 16 * u64::from(index);
+        let flags = u32::from(flags) | u32::from(next) << 16;
+        self.poke_wide(at, address).poke(at + 8, length).poke(at + 12, flags)
+    }
+
+    /// Makes a chain available as the first one of a ring, and kicks the queue.
+    pub fn offer_first(self, device: u64, ring: u64, head: u8) -> Self {
+        self.poke_sized(ring + AVAIL + 4, head, 2)
+            .poke_sized(ring + AVAIL + 2, 1, 2)
+            .poke(device + 0x50, 0)
     }
 
     /// Reads a word of memory and writes its bytes to the serial console.
@@ -195,8 +268,15 @@ impl Vmm {
 
     /// Starts a VM that runs this code.
     pub fn start(config: VmConfig, code: Code) -> Self {
+        Self::start_with(config, code, Vec::new())
+    }
+
+    /// Starts a VM with more descriptors, from number 3 on.
+    pub fn start_with(config: VmConfig, code: Code, more: Vec<OwnedFd>) -> Self {
         let vmm = Self::spawn();
-        vmm.request(&Request::Start(config), &descriptors(elf(code)));
+        let mut all = descriptors(elf(code));
+        all.extend(more);
+        vmm.request(&Request::Start(config), &all);
         assert_eq!(vmm.receive(), Some(Message::Started));
         vmm
     }
@@ -216,12 +296,18 @@ impl Vmm {
         sendmsg(socket, &[IoSlice::new(packet)], &mut ancillary, SendFlags::NOSIGNAL).unwrap();
     }
 
-    /// The next message; `None` when the VMM closed the socket.
+    /// The next message; `None` when the VMM closed the socket. What the guest did to its shares is passed
+    /// over: these guests have none.
     pub fn receive(&self) -> Option<Message> {
         let mut buffer = vec![0; casulo_protocol::vmm::MAX_PACKET];
-        let (count, _) =
-            recv(self.socket.as_ref().unwrap(), &mut buffer, RecvFlags::empty()).unwrap();
-        (count > 0).then(|| serde_json::from_slice(&buffer[..count]).unwrap())
+        loop {
+            let (count, _) =
+                recv(self.socket.as_ref().unwrap(), &mut buffer, RecvFlags::empty()).unwrap();
+            let message = (count > 0).then(|| serde_json::from_slice(&buffer[..count]).unwrap());
+            if !matches!(message, Some(Message::Files { .. })) {
+                return message;
+            }
+        }
     }
 
     /// Waits for the end of the process.
