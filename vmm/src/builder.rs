@@ -112,7 +112,7 @@ pub fn build(config: MachineConfig) -> Result<Vm, BuildError> {
     for (number, disk) in config.disks.into_iter().enumerate() {
         let id = format!("casulo-{number}");
         let disk = BlockDevice::new(disk.file, disk.read_only, &id).map_err(BuildError::Device)?;
-        devices.push((Box::new(disk), Kind::Disks));
+        devices.push((Box::new(disk.log_to(console.clone())), Kind::Disks));
     }
     devices.push((Box::new(RngDevice::new()), Kind::Disks));
     let (sockets, vsock, vsock_events) =

@@ -68,6 +68,11 @@ const CONTROL: &[i64] =
     &[libc::SYS_getrusage, libc::SYS_recvmsg, libc::SYS_sendmsg, libc::SYS_fcntl];
 
 const DISKS: &[i64] = &[libc::SYS_fdatasync, libc::SYS_preadv, libc::SYS_pwritev];
+/// Ways in which a disk may call `fallocate`: holes and zeros, neither of which changes the size.
+const DISK_RANGES: [i32; 2] = [
+    libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
+    libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE,
+];
 
 const VSOCK: &[i64] =
     &[libc::SYS_recvmsg, libc::SYS_sendmsg, libc::SYS_shutdown, libc::SYS_timerfd_settime];
@@ -122,6 +127,10 @@ pub fn filter(kind: Kind) -> BpfProgram {
     };
     match kind {
         Kind::Vcpu => checked.push(rule(libc::SYS_ioctl, one_of(1, &VCPU_IOCTLS))),
+        Kind::Disks => {
+            let ways = DISK_RANGES.map(|way| u32::try_from(way).unwrap_or(u32::MAX));
+            checked.push(rule(libc::SYS_fallocate, one_of(1, &ways)));
+        }
         Kind::Vsock => {
             let local = u32::try_from(libc::AF_UNIX).unwrap_or(u32::MAX);
             checked.push(rule(libc::SYS_socketpair, one_of(0, &[local])));

@@ -4,10 +4,12 @@ use std::fs::File;
 use std::io;
 
 use virtio_bindings::bindings::virtio_blk::{
-    VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX,
+    VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX,
+    VIRTIO_BLK_F_WRITE_ZEROES,
 };
 
-use super::request::Disk;
+use super::request::{DISCARD_RANGES, DISCARD_SECTORS, Disk, ZERO_SECTORS};
+use crate::devices::serial::Console;
 use crate::devices::virtio::queue::Virtqueue;
 use crate::devices::virtio::{Activation, DeviceError, VirtioDevice};
 
@@ -15,6 +17,9 @@ const DEVICE_TYPE: u32 = 2;
 pub(super) const QUEUE_SIZE: u16 = 128;
 /// Data buffers of one request: the queue's size less header and status.
 pub(super) const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
+
+/// Sectors of a block of the host, which is given up as a whole or not at all.
+const ALIGNMENT: u32 = 8;
 
 /// A disk.
 pub struct BlockDevice {
@@ -33,6 +38,13 @@ impl BlockDevice {
     pub fn new(file: File, read_only: bool, id: &str) -> io::Result<Self> {
         Ok(Self { disk: Disk::new(file, read_only, id)?, active: None })
     }
+
+    /// Failures of the host are told on this console, the first few of them.
+    #[must_use]
+    pub fn log_to(mut self, console: Console) -> Self {
+        self.disk.log_to(console);
+        self
+    }
 }
 
 impl VirtioDevice for BlockDevice {
@@ -41,8 +53,16 @@ impl VirtioDevice for BlockDevice {
     }
 
     fn features(&self) -> u64 {
-        let read_only = if self.disk.read_only { 1 << VIRTIO_BLK_F_RO } else { 0 };
-        (1 << VIRTIO_BLK_F_SEG_MAX) | (1 << VIRTIO_BLK_F_FLUSH) | read_only
+        let mut features = 1 << VIRTIO_BLK_F_SEG_MAX | 1 << VIRTIO_BLK_F_FLUSH;
+        if self.disk.read_only {
+            features |= 1 << VIRTIO_BLK_F_RO;
+        } else {
+            features |= 1 << VIRTIO_BLK_F_WRITE_ZEROES;
+        }
+        if self.disk.discards {
+            features |= 1 << VIRTIO_BLK_F_DISCARD;
+        }
+        features
     }
 
     fn queue_sizes(&self) -> Vec<u16> {
@@ -50,10 +70,20 @@ impl VirtioDevice for BlockDevice {
     }
 
     fn config(&self) -> Vec<u8> {
-        // struct virtio_blk_config: capacity, size_max (not offered), seg_max.
+        // struct virtio_blk_config, virtio 1.2, 5.2.4; what is not offered is zero.
         let mut config = self.disk.sectors.to_le_bytes().to_vec();
-        config.extend_from_slice(&[0; 4]);
-        config.extend_from_slice(&SEG_MAX.to_le_bytes());
+        let mut at = |offset: usize, value: u32| {
+            config.resize(offset, 0);
+            config.extend_from_slice(&value.to_le_bytes());
+        };
+        at(12, SEG_MAX);
+        at(36, DISCARD_SECTORS);
+        at(40, DISCARD_RANGES);
+        at(44, ALIGNMENT);
+        at(48, ZERO_SECTORS);
+        // Ranges of a request for zeros, and that they may be given up.
+        at(52, 1);
+        at(56, 1);
         config
     }
 

@@ -14,6 +14,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::BlockDevice;
 use super::device::{QUEUE_SIZE, SEG_MAX};
+use crate::devices::serial::Console;
 use crate::devices::virtio::chain::Descriptor;
 use crate::devices::virtio::queue::Virtqueue;
 use crate::devices::virtio::{Activation, DeviceError, GuestMemory, Interrupt, VirtioDevice};
@@ -30,19 +31,27 @@ struct World {
     device: BlockDevice,
     file: File,
     line: Arc<EventFd>,
+    console: Console,
 }
 
 impl World {
     fn new(read_only: bool) -> Self {
         let file = tempfile::tempfile().unwrap();
+
         let content: Vec<u8> = (0..SECTORS * 512).map(|n| (n / 512 + 1) as u8).collect();
         std::os::unix::fs::FileExt::write_all_at(&file, &content, 0).unwrap();
         // An incomplete sector at the end is not part of the disk.
         file.set_len(SECTORS * 512 + 100).unwrap();
+        Self::of(file, read_only)
+    }
+
+    fn of(file: File, read_only: bool) -> Self {
+        let console = Console::default();
         let device = BlockDevice::new(file.try_clone().unwrap(), read_only, "serial").unwrap();
+        let device = device.log_to(console.clone());
         let memory = Arc::new(GuestMemory::from_ranges(&[(GuestAddress(0), 0x20_0000)]).unwrap());
         let line = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
-        Self { memory, device, file, line }
+        Self { memory, device, file, line, console }
     }
 
     fn header(&self, kind: u32, sector: u64) {
@@ -157,10 +166,145 @@ fn requests_beyond_the_disk_or_not_of_whole_sectors_fail() {
 }
 
 #[test]
-fn a_file_that_shrank_is_an_error() {
+fn a_file_that_shrank_is_an_error_and_the_disk_goes_on() {
     let mut world = World::new(true);
     world.file.set_len(1024).unwrap();
     assert_eq!(world.request(VIRTIO_BLK_T_IN, 1, (1024, WRITE)), (1, ERROR));
+    assert!(world.console.tail(200).contains("disk serial: read failed on the host"));
+    assert_eq!(world.request(VIRTIO_BLK_T_IN, 1, (512, WRITE)), (513, OK));
+    // It is told some times, not each time.
+    for _ in 0..20 {
+        assert_eq!(world.request(VIRTIO_BLK_T_IN, 2, (512, WRITE)), (1, ERROR));
+    }
+    assert_eq!(world.console.tail(9000).lines().count(), 8);
+}
+
+#[test]
+fn a_host_without_room_is_an_error_and_the_disk_goes_on() {
+    let file = memfd();
+    // Nothing can be added: the same to the writer as a full disk, and no more than EPERM.
+    file.set_len(SECTORS * 512).unwrap();
+    let seals = rustix::fs::SealFlags::GROW | rustix::fs::SealFlags::FUTURE_WRITE;
+    rustix::fs::fcntl_add_seals(&file, seals).unwrap();
+    let mut world = World::of(file, false);
+    assert_eq!(world.request(VIRTIO_BLK_T_OUT, 0, (512, READ)), (1, ERROR));
+    let log = world.console.tail(300);
+    assert!(log.contains("write failed on the host: Operation not permitted"), "{log}");
+    assert_eq!(world.request(VIRTIO_BLK_T_IN, 0, (512, WRITE)), (513, OK));
+    // `/dev/full` gives ENOSPC for every write, but has no size.
+    let full = File::options().read(true).write(true).open("/dev/full").unwrap();
+    let mut world = World::of(full, false);
+    assert_eq!(world.request(VIRTIO_BLK_T_OUT, 0, (0, READ)), (1, OK));
+}
+
+fn memfd() -> File {
+    let flags = rustix::fs::MemfdFlags::ALLOW_SEALING | rustix::fs::MemfdFlags::CLOEXEC;
+    rustix::fs::memfd_create("disk", flags).unwrap().into()
+}
+
+const UNMAP: u32 = VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP;
+
+impl World {
+    /// A request with ranges of (sector, count, flags); returns the status.
+    fn ranges(&mut self, kind: u32, ranges: &[(u64, u32, u32)]) -> u8 {
+        let bytes: Vec<u8> = ranges
+            .iter()
+            .flat_map(|(sector, count, flags)| {
+                [&sector.to_le_bytes()[..], &count.to_le_bytes(), &flags.to_le_bytes()].concat()
+            })
+            .collect();
+        self.memory.write_slice(&bytes, GuestAddress(DATA)).unwrap();
+        // The sector of the header means nothing.
+        let (used, status) = self.request(kind, u64::MAX, (bytes.len() as u32, READ));
+        assert_eq!(used, 1);
+        status
+    }
+
+    /// First byte of each sector.
+    fn sectors(&self) -> [u8; SECTORS as usize] {
+        std::array::from_fn(|sector| self.disk(sector as u64 * 512))
+    }
+}
+
+#[test]
+fn discarded_sectors_are_zero_and_the_others_as_they_were() {
+    let mut world = World::new(false);
+    assert_ne!(world.device.features() & 1 << VIRTIO_BLK_F_DISCARD, 0);
+    assert_eq!(world.ranges(VIRTIO_BLK_T_DISCARD, &[(1, 2, 0), (5, 1, 0), (8, 0, 0)]), OK);
+    assert_eq!(world.sectors(), [1, 0, 0, 4, 5, 0, 7, 8]);
+    assert_eq!(world.ranges(VIRTIO_BLK_T_DISCARD, &[]), OK);
+    assert_eq!(world.ranges(VIRTIO_BLK_T_DISCARD, &[(0, 8, 0)]), OK);
+    assert_eq!(world.sectors(), [0; 8]);
+    assert_eq!(world.file.metadata().unwrap().len(), SECTORS * 512 + 100);
+}
+
+#[test]
+fn zeroed_sectors_are_zero_whether_they_may_be_given_up_or_not() {
+    let mut world = World::new(false);
+    assert_eq!(world.ranges(VIRTIO_BLK_T_WRITE_ZEROES, &[(1, 2, 0)]), OK);
+    assert_eq!(world.ranges(VIRTIO_BLK_T_WRITE_ZEROES, &[(7, 1, UNMAP)]), OK);
+    assert_eq!(world.sectors(), [1, 0, 0, 4, 5, 6, 7, 0]);
+    assert_eq!(world.file.metadata().unwrap().len(), SECTORS * 512 + 100);
+}
+
+#[test]
+fn bad_ranges_change_nothing() {
+    let mut world = World::new(false);
+    const DISCARD: u32 = VIRTIO_BLK_T_DISCARD;
+    const ZEROES: u32 = VIRTIO_BLK_T_WRITE_ZEROES;
+    let unsupported = VIRTIO_BLK_S_UNSUPP as u8;
+    type Bad<'a> = (u32, &'a [(u64, u32, u32)], u8);
+    let bad: &[Bad<'_>] = &[
+        (DISCARD, &[(7, 2, 0)], ERROR),
+        (DISCARD, &[(0, 1, 0), (8, 1, 0)], ERROR),
+        (DISCARD, &[(u64::MAX, 1, 0)], ERROR),
+        (DISCARD, &[(u64::MAX / 512, 1, 0)], ERROR),
+        (DISCARD, &[(0, u32::MAX, 0)], ERROR),
+        (DISCARD, &[(0, 1, 0); 33], ERROR),
+        // Flags that mean nothing here, and reserved ones.
+        (DISCARD, &[(0, 1, UNMAP)], unsupported),
+        (DISCARD, &[(0, 1, 2)], unsupported),
+        (ZEROES, &[(0, 1, 1 << 31)], unsupported),
+        (ZEROES, &[(0, 1, 0), (1, 1, 0)], ERROR),
+        (ZEROES, &[(8, 1, 0)], ERROR),
+        (ZEROES, &[(0, (1 << 16) + 1, 0)], ERROR),
+    ];
+    for (kind, ranges, status) in bad {
+        assert_eq!(world.ranges(*kind, ranges), *status, "{kind} {ranges:?}");
+    }
+    for length in [1, 15, 17, 31] {
+        assert_eq!(world.request(DISCARD, 0, (length, READ)), (1, ERROR), "{length}");
+        assert_eq!(world.request(ZEROES, 0, (length, READ)), (1, ERROR), "{length}");
+    }
+    assert_eq!(world.sectors(), [1, 2, 3, 4, 5, 6, 7, 8]);
+    let mut read_only = World::new(true);
+    let changes = 1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES;
+    assert_eq!(read_only.device.features() & changes, 0);
+    for kind in [DISCARD, ZEROES] {
+        assert_eq!(read_only.ranges(kind, &[(0, 1, 0)]), ERROR);
+    }
+    assert_eq!(read_only.sectors(), [1, 2, 3, 4, 5, 6, 7, 8]);
+}
+
+#[test]
+fn a_disk_whose_host_has_no_holes_takes_no_discards_but_zeros() {
+    // A device file: it has a size of zero, and no holes.
+    let full = File::options().read(true).write(true).open("/dev/full").unwrap();
+    let mut world = World::of(full, false);
+    assert_eq!(world.device.features() & 1 << VIRTIO_BLK_F_DISCARD, 0);
+    assert_ne!(world.device.features() & 1 << VIRTIO_BLK_F_WRITE_ZEROES, 0);
+    assert_eq!(world.ranges(VIRTIO_BLK_T_DISCARD, &[]), VIRTIO_BLK_S_UNSUPP as u8);
+}
+
+/// Offsets of `struct virtio_blk_config` in Linux, include/uapi/linux/virtio_blk.h.
+#[test]
+fn the_configuration_space_tells_the_limits() {
+    let config = World::new(false).device.config();
+    assert_eq!(config.len(), 60);
+    let word = |at: usize| u32::from_le_bytes(config[at..at + 4].try_into().unwrap());
+    assert_eq!([word(12), word(36), word(40), word(44)], [126, 1 << 22, 32, 8]);
+    assert_eq!([word(48), word(52), word(56)], [1 << 16, 1, 1]);
+    assert_eq!([word(8), word(16), word(20), word(32)], [0; 4]);
 }
 
 #[test]
@@ -169,7 +313,7 @@ fn serial_number_and_unknown_requests() {
     assert_eq!(world.request(VIRTIO_BLK_T_GET_ID, 0, (20, WRITE)), (21, OK));
     assert_eq!(&world.data(7), b"serial\0");
     assert_eq!(world.request(VIRTIO_BLK_T_GET_ID, 0, (3, WRITE)), (4, OK));
-    for kind in [2, 11, 13, 99, u32::MAX] {
+    for kind in [2, 14, 99, u32::MAX] {
         assert_eq!(world.request(kind, 0, (512, WRITE)), (1, VIRTIO_BLK_S_UNSUPP as u8));
     }
 }
