@@ -25,6 +25,7 @@ use crate::kvm;
 use crate::output::{self, Outputs};
 use crate::sandbox::{Parts, Sandbox};
 use crate::shares::{self, Share};
+use crate::vm::capacity;
 use crate::vm::control::{Control, End};
 use crate::vm::scratch;
 use crate::vm::spawn::Process;
@@ -236,6 +237,7 @@ fn check(spec: &SandboxSpec) -> Result<(), Error> {
     };
     range("cpus", u32::from(spec.cpus), 1, 32, "")?;
     range("memory", spec.memory_mib, 32, 1 << 20, " MiB")?;
+    capacity::check(spec.memory_mib)?;
     range("max_processes", spec.max_processes, 1, 65_536, "")?;
     if let Some(size) = spec.scratch_mib {
         range("the scratch disk", size, scratch::MIN_MIB, 16 << 20, " MiB")?;

@@ -135,7 +135,10 @@ fn rerun(
         let list = if writable { &mut job.writable } else { &mut job.readable };
         list.push(absolute(path));
     }
-    emulated::run(&job, &Machine::new(&home))
+    let mut machine = Machine::new(&home);
+    // What the host itself needs beside the guest.
+    machine.memory_mib = machine.memory_mib.max(options.memory.saturating_add(1024));
+    emulated::run(&job, &machine)
 }
 
 /// Why this machine's KVM cannot be used.

@@ -9,6 +9,7 @@ use crate::cli::host::{self, Choice};
 use crate::cli::options::SandboxOptions;
 use crate::cli::{FAILED, complain};
 use crate::gateway::{self, Limits};
+use crate::vm::capacity;
 use crate::{Runtime, RuntimeConfig};
 
 /// Options of `casulo mcp`.
@@ -24,6 +25,7 @@ pub(crate) struct Args {
 /// Serves until the client closes standard input; gives the exit status.
 pub(crate) fn run(args: &Args) -> u8 {
     let status = host::config().map_err(|e| e.to_string()).and_then(|config| {
+        capacity::check(args.sandbox.memory).map_err(|e| e.to_string())?;
         match host::choose(&args.sandbox, &config, false, true)? {
             Choice::Native => serve(args, config),
             Choice::Done(status) => Ok(status),

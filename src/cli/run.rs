@@ -16,6 +16,7 @@ use crate::cli::host::{self, Choice};
 use crate::cli::options::{CommandOptions, SandboxOptions};
 use crate::cli::stdio::Standard;
 use crate::cli::{FAILED, complain, terminal};
+use crate::vm::capacity;
 use crate::{Control, Error, Files, Runtime, Sandbox, Stdio};
 
 /// Bytes of each output that `--json` keeps.
@@ -59,6 +60,10 @@ pub(crate) fn run(args: &Args) -> u8 {
         Ok(config) => config,
         Err(e) => return fail(args, &e.into()),
     };
+    // Here too: an emulated host is made as large as the guest needs.
+    if let Err(e) = capacity::check(args.sandbox.memory) {
+        return fail(args, &e.into());
+    }
     match host::choose(&args.sandbox, &config, args.terminal, passes_input(args)) {
         Ok(Choice::Native) => {}
         Ok(Choice::Done(status)) => return status,

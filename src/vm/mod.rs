@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 
 use tokio::io::unix::AsyncFd;
 
+pub(crate) mod capacity;
 pub(crate) mod control;
 pub(crate) mod scratch;
 pub(crate) mod spawn;

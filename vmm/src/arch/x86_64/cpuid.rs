@@ -23,7 +23,12 @@ mod leaf1 {
     pub(super) const EDX_HTT: u32 = 1 << 28;
 }
 
-/// The CPUID table of vCPU number `cpu` out of `cpus`.
+/// The CPUID table of vCPU number `cpu` out of `cpus`, made from what KVM supports
+/// (`KVM_GET_SUPPORTED_CPUID`).
+///
+/// The host's topology is replaced, for Intel in the leaves 1, 4, 0xb and 0x1f (Intel SDM, volume 2A, CPUID),
+/// for AMD in 1, 0xb, 0x8000_0001, 0x8000_0008, 0x8000_001d and 0x8000_001e (AMD APM, volume 3, appendix E).
+/// 0xb is made new in any case: there are hosts whose list has only its first level.
 ///
 /// `tsc_deadline` says whether KVM's local APIC has the TSC deadline timer: that bit is a capability
 /// of its own and not in every kernel's list.
@@ -39,6 +44,9 @@ pub fn normalise(
         supported.iter().filter(|entry| !matches!(entry.function, 0xb | 0x1f)).copied().collect();
     for entry in &mut table {
         normalise_leaf(entry, cpu, cpus, amd, tsc_deadline);
+    }
+    if amd {
+        extended_topology(&mut table);
     }
     let topology = |function| (0..3).map(move |index| topology_leaf(function, index, cpu, cpus));
     table.extend(topology(0xb));
@@ -80,8 +88,9 @@ fn normalise_leaf(entry: &mut kvm_cpuid_entry2, cpu: u8, cpus: u8, amd: bool, ts
                 entry.edx &= !(1 << 29);
             }
         }
-        // Performance counters of Intel and of AMD, and SVM: not offered.
-        0xa | 0x8000_0022 | 0x8000_000a => clear(entry),
+        // MONITOR and the performance counters of Intel; SVM, memory encryption and the counters of AMD:
+        // not offered. The other leaf is AMD's newest form of the host's topology.
+        5 | 0xa | 0x8000_000a | 0x8000_001f | 0x8000_0022 | 0x8000_0026 => clear(entry),
         0x8000_0001 => {
             const CMP_LEGACY: u32 = 1 << 1;
             const SVM: u32 = 1 << 2;
@@ -114,6 +123,21 @@ fn share_cache(entry: &mut kvm_cpuid_entry2, cpus: u32, cores: u32) {
     }
     let sharing = if level >= 3 { cpus - 1 } else { 0 };
     entry.eax = (entry.eax & 0x3fff) | (sharing << 14) | cores;
+}
+
+/// The topology extensions of AMD are two leaves. A host that lacks one, or that ends its list before them,
+/// must not name the feature: a kernel that trusts it would read zeros, the identity of the first vCPU.
+fn extended_topology(table: &mut [kvm_cpuid_entry2]) {
+    const TOPOLOGY_EXTENSIONS: u32 = 1 << 22;
+    let has = |function| table.iter().any(|entry| entry.function == function);
+    let last =
+        table.iter().find(|entry| entry.function == 0x8000_0000).map_or(0, |entry| entry.eax);
+    let complete = has(0x8000_001d) && has(0x8000_001e) && last >= 0x8000_001e;
+    if let Some(features) = table.iter_mut().find(|entry| entry.function == 0x8000_0001)
+        && !complete
+    {
+        features.ecx &= !TOPOLOGY_EXTENSIONS;
+    }
 }
 
 /// Extended topology: level 0 is a core's only thread, level 1 the cores, level 2 the end.
@@ -149,75 +173,5 @@ fn clear(entry: &mut kvm_cpuid_entry2) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn entry(function: u32, index: u32, registers: [u32; 4]) -> kvm_cpuid_entry2 {
-        let [eax, ebx, ecx, edx] = registers;
-        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
-    }
-
-    fn one(leaf: kvm_cpuid_entry2, vendor: u32, cpu: u8, cpus: u8) -> kvm_cpuid_entry2 {
-        let supported = [entry(0, 0, [0x10, vendor, 0, 0]), leaf];
-        let table = normalise(&supported, cpu, cpus, true);
-        *table.iter().find(|e| (e.function, e.index) == (leaf.function, leaf.index)).unwrap()
-    }
-
-    const AMD: u32 = VENDOR_AMD[0];
-    const INTEL: u32 = 0x756e_6547;
-    const ALL: [u32; 4] = [u32::MAX; 4];
-
-    #[test]
-    fn identity_and_features_of_leaf_1() {
-        let leaf = one(entry(1, 0, ALL), AMD, 3, 4);
-        assert_eq!(leaf.ebx >> 24, 3);
-        assert_eq!((leaf.ebx >> 16) & 0xff, 4);
-        assert_eq!(leaf.ecx & leaf1::ECX_VMX, 0);
-        assert_ne!(leaf.edx & leaf1::EDX_HTT, 0);
-        let leaf = one(entry(1, 0, [0; 4]), INTEL, 0, 1);
-        assert_ne!(leaf.ecx & leaf1::ECX_HYPERVISOR, 0);
-        assert_ne!(leaf.ecx & leaf1::ECX_TSC_DEADLINE, 0);
-        assert_eq!(leaf.edx & leaf1::EDX_HTT, 0);
-    }
-
-    #[test]
-    fn no_nesting_no_counters_no_invariant_tsc() {
-        assert_eq!(one(entry(0x8000_0001, 0, ALL), AMD, 0, 1).ecx & (1 << 2), 0);
-        for leaf in [0xa, 0x8000_000a, 0x8000_0022] {
-            let leaf = one(entry(leaf, 0, ALL), AMD, 0, 1);
-            assert_eq!([leaf.eax, leaf.ebx, leaf.ecx, leaf.edx], [0; 4]);
-        }
-        assert_eq!(one(entry(0x8000_0007, 0, ALL), AMD, 0, 1).edx & (1 << 8), 0);
-        assert_eq!(one(entry(7, 0, ALL), AMD, 0, 1).edx & (1 << 29), 0);
-        assert_ne!(one(entry(7, 0, ALL), INTEL, 0, 1).edx & (1 << 29), 0);
-    }
-
-    #[test]
-    fn the_hosts_topology_is_replaced() {
-        for (cpus, bits) in [(1, 0), (2, 1), (3, 2), (32, 5)] {
-            let table = normalise(&[entry(0xb, 0, ALL), entry(0xb, 7, ALL)], cpus - 1, cpus, true);
-            assert_eq!(table.len(), 3);
-            assert_eq!((table[0].eax, table[0].ebx, table[0].ecx), (0, 1, 0x100));
-            assert_eq!((table[1].eax, table[1].ebx), (bits, u32::from(cpus)));
-            assert_eq!((table[1].ecx, table[2].ecx), (0x201, 2));
-            assert!(table.iter().all(|e| e.edx == u32::from(cpus) - 1 && e.flags == 1));
-        }
-    }
-
-    #[test]
-    fn caches_are_shared_by_the_vm_only() {
-        // Level 1 data cache and level 3 cache of a host with 64 threads.
-        let (level1, level3) = (0xfc1f_c121, 0xfc1f_c163);
-        assert_eq!(one(entry(4, 0, [level1, 0, 0, 0]), INTEL, 0, 4).eax, 0x0c00_0121);
-        assert_eq!(one(entry(4, 3, [level3, 0, 0, 0]), INTEL, 0, 4).eax, 0x0c00_c163);
-        assert_eq!(one(entry(4, 4, [0; 4]), INTEL, 0, 4).eax, 0);
-        assert_eq!(one(entry(0x8000_001d, 3, [0x3fc163, 0, 0, 0]), AMD, 0, 1).eax, 0x163);
-    }
-
-    #[test]
-    fn amd_topology() {
-        let leaf = one(entry(0x8000_001e, 0, ALL), AMD, 5, 6);
-        assert_eq!((leaf.eax, leaf.ebx, leaf.ecx), (5, 5, 0));
-        assert_eq!(one(entry(0x8000_0008, 0, [0x3030, 0, 0xff, 0]), AMD, 0, 6).ecx, 0x3005);
-    }
-}
+#[path = "cpuid_tests.rs"]
+mod tests;
