@@ -5,6 +5,7 @@
 //! (`--test-threads=1`): several compare what is on the machine before and after.
 
 mod compat;
+mod cpus;
 mod embed;
 mod ending;
 mod errors;
