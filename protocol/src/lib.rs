@@ -4,7 +4,7 @@
 //!
 //! * caller and Casulo: [`spec`], [`result`], [`event`], [`error`]: plain serde types shared by the
 //!   library, `--json`, the MCP gateway and policies;
-//! * `casulo` and `casulo-vmm`, over an inherited socket pair: [`vmm`];
+//! * `casulo` and `casulo-vmm`, over an inherited socket pair: [`vmm`], [`machine`];
 //! * `casulo` and the guest agent, over vsock: [`agent`] (control) and [`stream`] (bulk bytes).
 //!
 //! [`image`] describes an image on disk. Nothing here does I/O, so that every side can use it.
@@ -13,6 +13,7 @@ pub mod agent;
 pub mod error;
 pub mod event;
 pub mod image;
+pub mod machine;
 pub mod result;
 pub mod schema;
 pub mod spec;

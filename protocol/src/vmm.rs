@@ -9,8 +9,12 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use crate::machine::{
+    AccessKind, DeviceState, Diagnosis, ExitReason, GuestEnd, Registers, UnknownAccess, VcpuState,
+};
+
 /// Version of this protocol; both sides refuse another one by name.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Descriptor number of the control socket in the VMM: standard input, because that is the one
 /// descriptor which every way to spawn a process passes on without unsafe code in the parent.
@@ -116,6 +120,9 @@ pub enum Request {
     /// Asks which files of the shares the guest has read and written; answered by one or more
     /// [`Message::Files`].
     Files,
+    /// Asks where a guest stands that does not do what it should; answered by [`Message::Diagnosis`].
+    /// Stops each vCPU for a moment.
+    Diagnose,
 }
 
 /// What a VMM tells its parent.
@@ -165,10 +172,12 @@ pub enum Message {
         /// Whether another part follows.
         more: bool,
     },
+    /// Answer to [`Request::Diagnose`].
+    Diagnosis(Diagnosis),
     /// The guest ended; the VMM ends after this.
     Exited {
-        /// Why.
-        reason: ExitReason,
+        /// Why, and where the guest was.
+        end: GuestEnd,
         /// Last lines of the console, lossy.
         console: String,
         /// Counters at the end.
@@ -200,28 +209,6 @@ pub struct FileRecord {
     pub files: Vec<FileUse>,
     /// How often others were opened, for which the record had no room.
     pub left_out: u64,
-}
-
-/// Why a guest ended.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "snake_case")]
-pub enum ExitReason {
-    /// The guest reset the machine through the i8042: an orderly end.
-    Reset,
-    /// A triple fault (`KVM_EXIT_SHUTDOWN`): a crash.
-    TripleFault,
-    /// The guest kernel panicked (its console says so) and then reset.
-    Panic,
-    /// KVM could not go on: `KVM_EXIT_INTERNAL_ERROR`, a failed entry or an error of `KVM_RUN`.
-    Kvm {
-        /// Sub-error or errno, instruction pointer and bytes, in words.
-        detail: String,
-    },
-    /// The VMM itself could not go on.
-    Vmm {
-        /// One sentence.
-        detail: String,
-    },
 }
 
 /// What the VM has cost so far.

@@ -24,9 +24,9 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let vm = config.build()?;
     vm.start();
-    let reason = vm.wait();
+    let end = vm.wait();
     let mut out = std::io::stdout();
     write!(out, "{}", vm.console.tail(usize::MAX))?;
-    writeln!(out, "the guest ended: {reason:?}")?;
+    writeln!(out, "{}", end.reason)?;
     Ok(())
 }

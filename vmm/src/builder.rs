@@ -29,7 +29,7 @@ use crate::jail::seccomp::Kind;
 use crate::kvm::{self, KvmError, refused};
 use crate::memory::{self, MemoryError};
 use crate::threads::{self, Threads};
-use crate::vcpu::{ExitCounters, Vcpu};
+use crate::vcpu::{Shared, Vcpu, VcpuHandle, prepare_kicks};
 use crate::vm::Vm;
 
 /// Why the VM could not be built.
@@ -150,31 +150,36 @@ pub fn build(config: MachineConfig) -> Result<Vm, BuildError> {
         })?;
     }
     let (send, ended) = channel();
+    let (tell, states) = channel();
     let ended_event = Arc::new(event()?);
     let start = Arc::new(Barrier::new(usize::from(config.cpus) + 1));
-    let mut counters = Vec::new();
-    for (number, fd) in vcpus.into_iter().enumerate() {
-        let own = Arc::new(ExitCounters::default());
-        counters.push(own.clone());
-        let vcpu = Vcpu { fd, bus: bus.clone(), counters: own };
+    prepare_kicks().map_err(BuildError::Thread)?;
+    let mut handles = Vec::new();
+    for (number, fd) in (0..config.cpus).zip(vcpus) {
+        let shared = Arc::new(Shared::default());
+        let (bus, states) = (bus.clone(), tell.clone());
+        let vcpu = Vcpu { number, fd, bus, shared: shared.clone(), states };
         let (send, event, start) = (send.clone(), ended_event.clone(), start.clone());
-        threads.spawn(format!("vcpu{number}"), Kind::Vcpu, move || {
+        let thread = threads.spawn(format!("vcpu{number}"), Kind::Vcpu, move || {
             start.wait();
-            let reason = vcpu.run();
+            let end = vcpu.run();
             // Whoever waits may be gone; then there is nobody to tell.
-            let _ = send.send(reason);
+            let _ = send.send(end);
             let _ = event.write(1);
         })?;
+        handles.push(VcpuHandle { shared, thread });
     }
     threads.finish()?;
     Ok(Vm {
         console,
-        counters,
         limit_hit,
         files,
         vsock,
         vsock_events,
         ended_event,
+        bus,
+        vcpus: handles,
+        states,
         ended,
         start,
         _vm: vm,

@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 
-use casulo_protocol::vmm::{CONTROL_FD, MAX_FDS, MAX_PACKET, Message, Request, VERSION};
+use casulo_protocol::vmm::{CONTROL_FD, Diagnosis, MAX_FDS, MAX_PACKET, Message, Request, VERSION};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketType,
@@ -165,7 +165,10 @@ fn encode(message: &Message) -> Result<Vec<u8>, ControlError> {
     let mut message = message.clone();
     let mut most = CONSOLE_IN_REPORT;
     loop {
-        if let Message::Report { console, .. } | Message::Exited { console, .. } = &mut message {
+        if let Message::Report { console, .. }
+        | Message::Exited { console, .. }
+        | Message::Diagnosis(Diagnosis { console, .. }) = &mut message
+        {
             let start = console.len().saturating_sub(most);
             let start = (start..=console.len()).find(|at| console.is_char_boundary(*at));
             console.drain(..start.unwrap_or_default());
@@ -228,9 +231,9 @@ mod tests {
 
     #[test]
     fn another_version_is_named_even_with_unknown_fields() {
-        let error = parse(br#"{"request":"start","version":2,"new":true}"#).unwrap_err();
-        assert!(matches!(&error, ControlError::Version(version) if version == "2"));
-        assert!(error.to_string().contains("version 1"));
+        let error = parse(br#"{"request":"start","version":99,"new":true}"#).unwrap_err();
+        assert!(matches!(&error, ControlError::Version(version) if version == "99"));
+        assert!(error.to_string().contains(&format!("version {VERSION}")));
     }
 
     #[test]

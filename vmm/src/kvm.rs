@@ -2,7 +2,10 @@
 
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 
-use kvm_bindings::{KVM_MEM_READONLY, kvm_userspace_memory_region};
+use kvm_bindings::{
+    KVM_CAP_X86_USER_SPACE_MSR, KVM_MEM_READONLY, KVM_MSR_EXIT_REASON_UNKNOWN, kvm_enable_cap,
+    kvm_userspace_memory_region,
+};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MmapRegion};
 
@@ -78,7 +81,20 @@ pub fn create_vm(kvm: &Kvm) -> Result<VmFd, KvmError> {
     let tss = usize::try_from(KVM_TSS).map_err(|_| KvmError::NotKvm)?;
     vm.set_tss_address(tss).map_err(refused("place its task state segment"))?;
     vm.create_irq_chip().map_err(refused("create interrupt controllers"))?;
+    report_unknown_msrs(kvm, &vm)?;
     Ok(vm)
+}
+
+/// Lets accesses to model specific registers that KVM does not know come out, so that they can be told.
+/// KVM itself would raise a #GP and be silent; what it knows it goes on serving alone. A KVM that cannot
+/// (before Linux 5.10) stays silent.
+fn report_unknown_msrs(kvm: &Kvm, vm: &VmFd) -> Result<(), KvmError> {
+    if !kvm.check_extension(Cap::X86UserSpaceMsr) {
+        return Ok(());
+    }
+    let mut cap = kvm_enable_cap { cap: KVM_CAP_X86_USER_SPACE_MSR, ..Default::default() };
+    cap.args[0] = KVM_MSR_EXIT_REASON_UNKNOWN.into();
+    vm.enable_cap(&cap).map_err(refused("report unknown model specific registers"))
 }
 
 /// Gives the VM its RAM, and the register pages of its devices, which it may only read.

@@ -43,11 +43,13 @@
 //! arithmetic; it may fail its own device, and must never panic, block or grow this process without bound.
 //! Should it take over a thread all the same, that thread is in a [`jail`].
 
+pub mod accesses;
 pub mod arch;
 pub mod builder;
 pub mod config;
 pub mod control;
 pub mod devices;
+pub mod halt;
 pub mod io;
 pub mod irq;
 pub mod jail;

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread;
+use std::thread::{self, JoinHandle};
 
 use seccompiler::BpfProgram;
 
@@ -63,7 +63,7 @@ impl Threads {
         name: String,
         kind: Kind,
         body: impl FnOnce() + Send + 'static,
-    ) -> Result<(), BuildError> {
+    ) -> Result<JoinHandle<()>, BuildError> {
         let filter = self.filter(kind);
         let roots = self.roots.clone();
         let confine = self.confine;
@@ -83,13 +83,13 @@ impl Threads {
                 body();
             }
         };
-        thread::Builder::new()
+        let thread = thread::Builder::new()
             .name(name)
             .stack_size(STACK_SIZE)
             .spawn(thread)
             .map_err(BuildError::Thread)?;
         self.count += 1;
-        Ok(())
+        Ok(thread)
     }
 
     /// Waits until every thread is in its jail; with [`Confine::Process`], enters that of the control

@@ -4,12 +4,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use casulo_protocol::vmm::{Counters, Message, Request};
-use rustix::event::{PollFd, PollFlags, poll};
+use casulo_protocol::vmm::{Counters, ExitReason, Message, Request};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::config::MachineConfig;
 use crate::control::{Control, ControlError};
 use crate::devices::virtio::vsock::VsockEvent;
+use crate::halt::{self, HaltWatch};
 use crate::vm::Vm;
 
 /// Bytes of the console that come with the end of the guest.
@@ -51,25 +52,26 @@ fn failed(phase: &str, error: &dyn std::fmt::Display) -> Message {
 }
 
 fn serve(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlError> {
+    let mut halt = HaltWatch::new(vm);
+    let period = Timespec::try_from(halt::PERIOD).map_err(std::io::Error::other)?;
     loop {
         let mut fds = [
             PollFd::new(&*control, PollFlags::IN),
-            PollFd::from_borrowed_fd(borrow(&vm.ended_event), PollFlags::IN),
+            PollFd::from_borrowed_fd(vm.ended_fd(), PollFlags::IN),
             PollFd::new(&vm.vsock_events, PollFlags::IN),
         ];
-        match poll(&mut fds, None) {
+        match poll(&mut fds, Some(&period)) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
             Err(error) => return Err(std::io::Error::from(error).into()),
         }
         let [asked, ended, connected] = fds.map(|fd| !fd.revents().is_empty());
-        if ended && let Some(reason) = vm.try_wait() {
+        let end = if ended { vm.try_wait() } else { None };
+        let halted = || halt.look(vm).map(|vcpu| vm.end(ExitReason::Halted, Some(vcpu)));
+        if let Some(end) = end.or_else(halted) {
             tell_files(control, vm)?;
-            let message = Message::Exited {
-                reason,
-                console: vm.console.tail(CONSOLE_AT_END),
-                counters: counters(vm, build_us),
-            };
+            let console = vm.console.tail(CONSOLE_AT_END);
+            let message = Message::Exited { end, console, counters: counters(vm, build_us) };
             return control.send(&message, None);
         }
         if connected {
@@ -96,12 +98,6 @@ fn tell(control: &Control, event: VsockEvent) -> Result<(), ControlError> {
     }
 }
 
-fn borrow(event: &vmm_sys_util::eventfd::EventFd) -> std::os::fd::BorrowedFd<'_> {
-    use std::os::fd::AsRawFd;
-    // SAFETY: the borrow ends before the event does.
-    unsafe { std::os::fd::BorrowedFd::borrow_raw(event.as_raw_fd()) }
-}
-
 fn answer(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlError> {
     let (request, descriptors): (Request, Vec<OwnedFd>) = control.receive()?;
     drop(descriptors);
@@ -111,6 +107,7 @@ fn answer(control: &mut Control, vm: &Vm, build_us: u64) -> Result<(), ControlEr
             control.send(&Message::Report { console, counters: counters(vm, build_us) }, None)
         }
         Request::Files => tell_files(control, vm),
+        Request::Diagnose => control.send(&Message::Diagnosis(vm.diagnose()), None),
         Request::Connect { id, port } => vm.vsock.connect(id, port).map_err(ControlError::Io),
         Request::Listen { port } => vm.vsock.listen(port).map_err(ControlError::Io),
         Request::Start(_) => Err(ControlError::Packet("a VM is started once".into())),
@@ -123,12 +120,14 @@ fn tell_files(control: &Control, vm: &Vm) -> Result<(), ControlError> {
 }
 
 fn counters(vm: &Vm, build_us: u64) -> Counters {
-    let mut counters = Counters { build_us, ..Counters::default() };
-    for vcpu in &vm.counters {
-        counters.exits += vcpu.all.load(Ordering::Relaxed);
-        counters.mmio_exits += vcpu.mmio.load(Ordering::Relaxed);
-        counters.pio_exits += vcpu.pio.load(Ordering::Relaxed);
-    }
+    let exits = vm.exits();
+    let mut counters = Counters {
+        build_us,
+        exits: exits.all,
+        mmio_exits: exits.mmio,
+        pio_exits: exits.pio,
+        ..Counters::default()
+    };
     counters.limit_hit = vm.limit_hit.load(Ordering::Relaxed);
     let usage = usage();
     counters.page_faults = u64::try_from(usage.ru_minflt).unwrap_or(0);

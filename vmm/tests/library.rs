@@ -35,7 +35,7 @@ fn a_vm_is_described_built_started_and_waited_for() {
         let vm = config(Code::new().print(b"hello").reset()).build().unwrap();
         assert_eq!(vm.try_wait(), None);
         vm.start();
-        assert_eq!(vm.wait(), ExitReason::Reset);
+        assert_eq!(vm.wait().reason, ExitReason::Reset);
         assert_eq!(vm.console.tail(usize::MAX), "hello");
     }
 }
@@ -43,7 +43,7 @@ fn a_vm_is_described_built_started_and_waited_for() {
 #[test]
 fn the_threads_of_the_vm_are_jailed_and_the_caller_is_not() {
     if has_kvm() {
-        let mut config = config(Code::new().halt());
+        let mut config = config(Code::new().idle());
         let file = tempfile::tempfile().unwrap();
         config.disks.push(Disk { file, read_only: true });
         let vm = config.build().unwrap();
@@ -87,7 +87,7 @@ fn shares_need_proc() {
             MachineConfig { proc_root, shares: vec![share()], ..config(Code::new().reset()) };
         let vm = whole.build().unwrap();
         vm.start();
-        assert_eq!(vm.wait(), ExitReason::Reset);
+        assert_eq!(vm.wait().reason, ExitReason::Reset);
     }
 }
 

@@ -13,11 +13,11 @@ const VIRTIO: u64 = 0xd000_0000;
 fn run(config: VmConfig, code: Code) -> (ExitReason, String) {
     let mut vmm = Vmm::start(config, code);
     match vmm.receive() {
-        Some(Message::Exited { reason, console, counters }) => {
+        Some(Message::Exited { end, console, counters }) => {
             assert!(counters.exits >= counters.mmio_exits + counters.pio_exits);
             assert!(counters.build_us > 0 && counters.page_faults > 0);
             assert!(vmm.wait().success());
-            (reason, console)
+            (end.reason, console)
         }
         other => panic!("unexpected {other:?}"),
     }
@@ -104,7 +104,7 @@ fn memory_beyond_the_hole_is_accepted() {
 #[test]
 fn a_report_tells_of_a_running_guest() {
     if has_kvm() {
-        let vmm = Vmm::start(config(), Code::new().print(b"so far").halt());
+        let vmm = Vmm::start(config(), Code::new().print(b"so far").idle());
         loop {
             vmm.request(&Request::Report, &[]);
             let Some(Message::Report { console, counters }) = vmm.receive() else {
@@ -121,7 +121,7 @@ fn a_report_tells_of_a_running_guest() {
 #[test]
 fn a_connection_to_a_guest_without_driver_waits_and_the_vmm_goes_on() {
     if has_kvm() {
-        let vmm = Vmm::start(config(), Code::new().halt());
+        let vmm = Vmm::start(config(), Code::new().idle());
         vmm.request(&Request::Connect { id: 5, port: 1 }, &[]);
         vmm.request(&Request::Listen { port: 9 }, &[]);
         vmm.request(&Request::Report, &[]);

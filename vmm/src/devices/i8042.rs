@@ -8,10 +8,16 @@ const COMMAND_RESET: u8 = 0xfe;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reset;
 
+/// Whether the controller listens at this port.
+#[must_use]
+pub fn is_port(port: u16) -> bool {
+    matches!(port, STATUS_PORT | DATA_PORT)
+}
+
 /// Reads a port of the controller. Status 0: nothing to read, ready for a command.
 #[must_use]
 pub fn read(port: u16) -> Option<u8> {
-    matches!(port, STATUS_PORT | DATA_PORT).then_some(0)
+    is_port(port).then_some(0)
 }
 
 /// Writes a port of the controller.

@@ -24,8 +24,8 @@ pub enum Kind {
     Fs,
 }
 
-/// `KVM_RUN`, `KVM_GET_REGS`: all that a vCPU thread asks of KVM.
-const VCPU_IOCTLS: [u32; 2] = [0xae80, 0x8090_ae81];
+/// `KVM_RUN`, and what tells where a vCPU stands: `KVM_GET_REGS`, `KVM_GET_SREGS`, `KVM_GET_MP_STATE`.
+const VCPU_IOCTLS: [u32; 4] = [0xae80, 0x8090_ae81, 0x8138_ae83, 0x8004_ae98];
 
 /// For every thread.
 const COMMON: &[i64] = &[

@@ -180,6 +180,44 @@ impl Code {
         self.out(0x64, 0xfe).halt()
     }
 
+    /// Sleeps until an interrupt, again and again; there is none.
+    pub fn idle(self) -> Self {
+        // sti; hlt; jmp to the hlt
+        self.bytes(&[0xfb, 0xf4, 0xeb, 0xfd])
+    }
+
+    /// Works for ever.
+    pub fn spin(self) -> Self {
+        self.bytes(&[0xeb, 0xfe])
+    }
+
+    /// Reads a model specific register.
+    pub fn rdmsr(self, number: u32) -> Self {
+        // mov ecx, number; rdmsr
+        self.bytes(&[0xb9]).bytes(&number.to_le_bytes()).bytes(&[0x0f, 0x32])
+    }
+
+    /// Writes a model specific register.
+    pub fn wrmsr(self, number: u32, value: u32) -> Self {
+        // mov ecx, number; mov eax, value; xor edx, edx; wrmsr
+        self.bytes(&[0xb9])
+            .bytes(&number.to_le_bytes())
+            .bytes(&[0xb8])
+            .bytes(&value.to_le_bytes())
+            .bytes(&[0x31, 0xd2, 0x0f, 0x30])
+    }
+
+    /// Goes on at another address.
+    pub fn jump(self, address: u64) -> Self {
+        // mov rbx, address; jmp rbx
+        self.bytes(&[0x48, 0xbb]).bytes(&address.to_le_bytes()).bytes(&[0xff, 0xe3])
+    }
+
+    /// Bytes so far.
+    pub fn length(&self) -> u64 {
+        self.0.len() as u64
+    }
+
     /// Stops for ever.
     pub fn halt(self) -> Self {
         // cli; hlt; jmp to the hlt
