@@ -109,6 +109,8 @@ pub struct GuestEnd {
     pub reason: ExitReason,
     /// The vCPU that ended it, when one did and KVM told its registers.
     pub vcpu: Option<VcpuState>,
+    /// Virtio devices, see [`Diagnosis::devices`].
+    pub devices: Vec<DeviceState>,
     /// Accesses to what is not there, see [`Diagnosis::accesses`].
     pub accesses: Vec<UnknownAccess>,
 }
@@ -317,7 +319,10 @@ mod tests {
         let read = UnknownAccess { kind: AccessKind::Msr, address: 0x10, write: false, ..access };
         assert_eq!(read.to_string(), "read of MSR 0x10 (3 times)");
         let text = state(true, 0x202).to_string();
-        assert!(text.starts_with("vCPU 1: halted, interrupts on, rip=0xffff800000001000 "), "{text}");
+        assert!(
+            text.starts_with("vCPU 1: halted, interrupts on, rip=0xffff800000001000 "),
+            "{text}"
+        );
     }
 
     #[test]
@@ -325,6 +330,7 @@ mod tests {
         let end = GuestEnd {
             reason: ExitReason::FailEntry { hardware_reason: u64::MAX, host_cpu: 3 },
             vcpu: Some(state(false, u64::MAX)),
+            devices: vec![],
             accesses: vec![],
         };
         let text = serde_json::to_string(&end).unwrap();

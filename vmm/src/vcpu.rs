@@ -157,7 +157,7 @@ impl Vcpu {
                 }
                 Stop::RunFailed(errno) => ExitReason::RunFailed { errno },
             };
-            return (reason, self.state());
+            return (reason, self.state().filter(|state| !is_reset(state)));
         }
     }
 
@@ -258,6 +258,14 @@ impl Vcpu {
         let instruction = instruction(internal.suberror, &data).unwrap_or_default();
         ExitReason::InternalError { suberror: internal.suberror, data, instruction }
     }
+}
+
+/// Whether these are the registers of a vCPU after a reset: on AMD, KVM makes them so when there is a
+/// triple fault, because the processor leaves nothing that is defined.
+fn is_reset(state: &VcpuState) -> bool {
+    const RESET_VECTOR: u64 = 0xfff0;
+    const PROTECTED: u64 = 1;
+    state.registers.rip == RESET_VECTOR && state.registers.cr0 & PROTECTED == 0
 }
 
 /// The instruction that KVM could not emulate. With the first number's lowest bit set

@@ -110,7 +110,7 @@ impl Vm {
             }
             other => other,
         };
-        GuestEnd { reason, vcpu, accesses: self.accesses() }
+        GuestEnd { reason, vcpu, devices: self.bus.devices(), accesses: self.accesses() }
     }
 
     /// Exits so far.

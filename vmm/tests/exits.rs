@@ -54,7 +54,11 @@ fn a_triple_fault_tells_where_the_guest_was() {
         // ud2, and no handler for it.
         let (end, console) = end_of(config(), code.bytes(&[0x0f, 0x0b]));
         assert_eq!((end.reason, console.as_str()), (ExitReason::TripleFault, "last words"));
-        let state = end.vcpu.unwrap();
+        let Some(state) = end.vcpu else {
+            // AMD's processors leave no registers behind.
+            assert!(std::fs::read_to_string("/proc/cpuinfo").unwrap().contains("AuthenticAMD"));
+            return;
+        };
         assert_eq!((state.vcpu, state.privilege, state.halted), (0, 0, false));
         let registers = state.registers;
         assert_eq!(registers.rip, place);

@@ -8,7 +8,6 @@ use casulo_protocol::vmm::DeviceState;
 use super::i8042::{self, Reset};
 use super::serial::{self, SerialPort};
 use super::virtio::mmio::MmioTransport;
-use super::virtio::page::register;
 use crate::layout;
 
 /// The devices of the machine, as the exits of all vCPUs see them.
@@ -28,17 +27,7 @@ impl Bus {
     /// The virtio devices as their drivers left them; takes no lock.
     #[must_use]
     pub fn devices(&self) -> Vec<DeviceState> {
-        let word = |device: &MmioTransport, offset| {
-            let mut bytes = [0; 4];
-            device.read(offset, &mut bytes);
-            u32::from_le_bytes(bytes)
-        };
-        let state = |device| DeviceState {
-            device: word(device, register::DEVICE_ID),
-            status: word(device, register::STATUS),
-            rounds: 0,
-        };
-        self.virtio.iter().map(state).collect()
+        self.virtio.iter().map(MmioTransport::device_state).collect()
     }
 
     fn virtio_at(&self, address: u64) -> Option<(&MmioTransport, u64)> {

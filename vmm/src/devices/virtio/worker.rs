@@ -10,7 +10,7 @@
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::time::Duration;
 
@@ -42,6 +42,8 @@ pub(super) struct Shared {
     pub kicks: Arc<[EventFd]>,
     pub console: Console,
     pub complaints: AtomicU32,
+    /// How often the device has looked at a queue; for a diagnosis.
+    pub rounds: AtomicU64,
 }
 
 impl Shared {
@@ -330,6 +332,7 @@ impl MutEventSubscriber for Worker {
             _ if !self.listening => return,
             TOKEN_DEVICE => self.device.poll_event(),
             token => {
+                self.shared.rounds.fetch_add(1, Ordering::Relaxed);
                 let queue = usize::try_from(token).unwrap_or(usize::MAX);
                 if let Some(kick) = self.shared.kicks.get(queue) {
                     let _ = kick.read();

@@ -19,11 +19,12 @@ mod queue_setup;
 mod state;
 
 use std::io;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use casulo_protocol::vmm::DeviceState;
 use virtio_bindings::bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::bindings::virtio_ring::{
     VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC,
@@ -135,6 +136,7 @@ impl MmioTransport {
             kicks: kicks?.into(),
             console,
             complaints: AtomicU32::new(0),
+            rounds: AtomicU64::new(0),
         });
         let features = device.features() | TRANSPORT_FEATURES;
         let (worker, handle) = Worker::new(device, shared.clone())?;
@@ -143,6 +145,18 @@ impl MmioTransport {
             Self { shared, device_type, config, features, memory, worker: handle, state };
         transport.reset(&mut transport.lock());
         Ok((transport, worker))
+    }
+
+    /// The device as its driver left it; takes no lock.
+    #[must_use]
+    pub fn device_state(&self) -> DeviceState {
+        let mut status = [0; 4];
+        self.shared.page.read(register::STATUS, &mut status);
+        DeviceState {
+            device: self.device_type,
+            status: u32::from_le_bytes(status),
+            rounds: self.shared.rounds.load(Ordering::Relaxed),
+        }
     }
 
     /// The events by which queues are kicked, in the order of the queues.
