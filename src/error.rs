@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use casulo_protocol::error::{ErrorClass, Retry, TaskError};
 
+use crate::boot::BootPhase;
+use crate::evidence::Evidence;
 use crate::image::ImageError;
 use crate::kvm::KvmError;
 use crate::shares::ShareError;
@@ -37,22 +39,24 @@ pub enum Error {
         source: io::Error,
     },
     /// The VM did not come up.
-    #[error("the VM did not start: {phase}: {reason}{}", console_tail(.console))]
+    #[error("the VM did not start: {phase}{}: {reason}{evidence}", in_brackets(.step))]
     Boot {
-        /// What was going on: one of the phases of the boot, in words.
-        phase: String,
+        /// What was going on.
+        phase: BootPhase,
+        /// Step of building the VM that failed, in the VMM's own words.
+        step: Option<String>,
         /// Why it failed.
         reason: String,
-        /// Last lines of the guest's console.
-        console: String,
+        /// What is known of the guest.
+        evidence: Box<Evidence>,
     },
     /// The VM ended or fell silent during a task. Whether the task took effect is not known.
-    #[error("the VM was lost: {reason}{}", console_tail(.console))]
+    #[error("the VM was lost: {reason}{evidence}")]
     GuestLost {
         /// Why.
         reason: String,
-        /// Last lines of the guest's console.
-        console: String,
+        /// What is known of the guest.
+        evidence: Box<Evidence>,
     },
     /// The guest agent refused a request.
     #[error("{0}")]
@@ -105,30 +109,8 @@ impl From<Error> for TaskError {
     }
 }
 
-/// Most lines and bytes of the console in a message.
-const CONSOLE_LINES: usize = 20;
-const CONSOLE_BYTES: usize = 4096;
-
-/// The end of a console as it appears in a message. The bytes come from the guest, so control
-/// characters, which could drive the reader's terminal, are replaced.
-fn console_tail(console: &str) -> String {
-    let mut lines: Vec<String> = Vec::new();
-    let mut bytes = 0usize;
-    for line in console.lines().rev().filter(|l| !l.trim().is_empty()).take(CONSOLE_LINES) {
-        let clean: String =
-            line.chars().map(|c| if c.is_control() && c != '\t' { '?' } else { c }).collect();
-        let clean = clean.trim_end_matches('?').to_owned();
-        bytes = bytes.saturating_add(clean.len());
-        if bytes > CONSOLE_BYTES {
-            break;
-        }
-        lines.push(clean);
-    }
-    if lines.is_empty() {
-        return String::new();
-    }
-    lines.reverse();
-    format!("\nLast lines of the guest's console:\n  {}", lines.join("\n  "))
+fn in_brackets(step: &Option<String>) -> String {
+    step.as_ref().map_or_else(String::new, |step| format!(" ({step})"))
 }
 
 #[cfg(test)]
@@ -136,27 +118,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn console_cannot_drive_the_terminal() {
-        let error = Error::Boot {
-            phase: "p".into(),
-            reason: "r".into(),
-            console: "a\u{1b}[2Jb\r\n\n\u{7}last\n".into(),
+    fn a_failed_boot_tells_phase_step_and_reason() {
+        let boot = |step| Error::Boot {
+            phase: BootPhase::Building,
+            step,
+            reason: "no".into(),
+            evidence: Box::default(),
         };
-        let text = error.to_string();
-        assert!(!text.contains('\u{1b}') && !text.contains('\u{7}'), "{text:?}");
-        assert!(text.ends_with("a?[2Jb\n  ?last"), "{text:?}");
-    }
-
-    #[test]
-    fn console_is_bounded() {
-        let console = "x".repeat(1000).to_string() + "\n";
-        let text = console_tail(&console.repeat(100));
-        assert!(text.len() < CONSOLE_BYTES + 200);
+        assert_eq!(boot(None).to_string(), "the VM did not start: building the VM: no");
+        let text = boot(Some("kernel".into())).to_string();
+        assert_eq!(text, "the VM did not start: building the VM (kernel): no");
     }
 
     #[test]
     fn classes() {
-        let lost = Error::GuestLost { reason: "gone".into(), console: String::new() };
+        let lost = Error::GuestLost { reason: "gone".into(), evidence: Box::default() };
         let task = TaskError::from(lost);
         assert_eq!((task.class, task.retry), (ErrorClass::GuestLost, Retry::Unknown));
         assert_eq!(task.message, "the VM was lost: gone");

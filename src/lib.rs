@@ -22,12 +22,14 @@
 pub use casulo_protocol as protocol;
 
 mod agent;
+mod boot;
 mod capture;
 #[cfg(feature = "cli")]
 pub mod cli;
 pub mod emulated;
 mod error;
 mod events;
+mod evidence;
 #[cfg(feature = "gateway")]
 pub mod gateway;
 pub mod image;
@@ -40,8 +42,10 @@ mod vm;
 
 pub use agent::Program;
 pub use agent::exec::{Control, Stdio};
+pub use boot::BootPhase;
 pub use error::Error;
 pub use events::Events;
+pub use evidence::Evidence;
 pub use output::Output;
 pub use runtime::{Runtime, RuntimeConfig};
 pub use sandbox::{Files, Sandbox};

@@ -1,23 +1,20 @@
 //! From a request to a sandbox that is ready.
 //!
 //! Everything the VM needs is opened and checked before its process exists; then the VMM is spawned,
-//! gets the descriptors, and boots. Each step has a phase in words, so that a boot that fails or
-//! hangs says where.
+//! gets the descriptors, and boots (see [`crate::boot`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
-use casulo_protocol::agent::{BOOT_PORT, MCP_PORT, Personalise, VERSION};
+use casulo_protocol::agent::{BOOT_PORT, Personalise, VERSION};
 use casulo_protocol::event::Phase;
 use casulo_protocol::image::Manifest;
 use casulo_protocol::spec::SandboxSpec;
-use casulo_protocol::vmm::{self, DiskConfig, ExitReason, Request, ShareConfig, VmConfig};
+use casulo_protocol::vmm::{self, DiskConfig, ShareConfig, VmConfig};
 use rustix::fs::{Mode, OFlags};
-use tokio::net::UnixStream;
 
-use crate::agent::mcp::Client;
-use crate::agent::{boot, quote};
+use crate::boot::Boot;
 use crate::error::Error;
 use crate::events::Log;
 use crate::image::{Candidate, Store, check_kernel, hex};
@@ -26,7 +23,7 @@ use crate::output::{self, Outputs};
 use crate::sandbox::{Parts, Sandbox};
 use crate::shares::{self, Share};
 use crate::vm::capacity;
-use crate::vm::control::{Control, End};
+use crate::vm::control::Control;
 use crate::vm::scratch;
 use crate::vm::spawn::Process;
 
@@ -59,6 +56,8 @@ pub struct RuntimeConfig {
     pub scratch: Vec<PathBuf>,
     /// Whether this runs in an emulated host, where everything takes ten times as long.
     pub emulated: bool,
+    /// Most seconds until a guest is ready, where the request says nothing; `None`: 10, emulated 120.
+    pub boot_timeout_seconds: Option<u32>,
 }
 
 impl RuntimeConfig {
@@ -74,6 +73,7 @@ impl RuntimeConfig {
             // hold files without a name, so the memory is the last resort.
             scratch: ["/var/tmp", "/tmp", "/run", "/dev/shm"].map(PathBuf::from).to_vec(),
             emulated: false,
+            boot_timeout_seconds: None,
         }
     }
 }
@@ -139,22 +139,16 @@ impl Runtime {
         let outputs = Outputs::begin(&spec, &mut prepared.shares).await?;
         log.phase(Phase::Prepared);
         let default = if self.config.emulated { BOOT_SECONDS_EMULATED } else { BOOT_SECONDS };
-        let seconds = spec.boot_timeout_seconds.unwrap_or(default);
+        let own = spec.boot_timeout_seconds.or(self.config.boot_timeout_seconds);
+        let seconds = own.unwrap_or(default);
         let (control, theirs, accepted) =
             Control::new().map_err(|e| Error::io("cannot make a control socket", e))?;
         let process = Process::spawn(&self.config.vmm, theirs)?;
         log.phase(Phase::VmmSpawned);
-        let mut boot = Boot { control, process, accepted, phase: "handing over the VM" };
-        let deadline = Duration::from_secs(u64::from(seconds));
-        let result = match tokio::time::timeout(deadline, boot.run(&spec, &prepared, &log)).await {
-            Ok(Ok(ready)) => Ok(ready),
-            Ok(Err(reason)) => Err(boot.explain(reason).await),
-            Err(_) => {
-                let reason = format!("it took longer than {seconds} seconds");
-                Err(boot.explain(reason).await)
-            }
-        };
-        let (client, channel) = result?;
+        let personal = personal(&spec, &prepared)?;
+        let mut boot = Boot::new(control, process, accepted, self.config.emulated);
+        let (config, fds) = config(&spec, &prepared);
+        let (client, channel) = boot.run(seconds, config, &fds, &personal, &log).await?;
         let writable = prepared.shares.iter().any(|s| !s.mount.read_only);
         Ok(Sandbox::new(Parts {
             control: boot.control,
@@ -251,125 +245,6 @@ fn check(spec: &SandboxSpec) -> Result<(), Error> {
         return Err(Error::Invalid(text.to_owned()));
     }
     Ok(())
-}
-
-/// A VM that is coming up.
-struct Boot {
-    control: Control,
-    process: Process,
-    accepted: crate::vm::control::Accepted,
-    phase: &'static str,
-}
-
-impl Boot {
-    /// From the spawned process to the agent's tools and the boot channel. The error is a sentence;
-    /// [`Self::explain`] adds what is known.
-    async fn run(
-        &mut self,
-        spec: &SandboxSpec,
-        prepared: &Prepared,
-        log: &Log,
-    ) -> Result<(Client, UnixStream), String> {
-        let (config, fds) = config(spec, prepared);
-        self.control.send(&Request::Start(config), &fds).await.map_err(|e| e.to_string())?;
-        self.phase = "building the VM";
-        self.control.started().await.map_err(|end| describe(&end))?;
-        log.phase(Phase::KernelEntered);
-        self.phase = "booting the guest kernel";
-        let mut channel = tokio::select! {
-            accepted = self.accepted.recv() => match accepted {
-                Some((BOOT_PORT, channel)) => channel,
-                Some((port, _)) => return Err(format!("the guest dialled port {port}")),
-                None => return Err(describe(&self.control.end().await)),
-            },
-            end = self.control.end() => return Err(describe(&end)),
-        };
-        log.phase(Phase::AgentUp);
-        self.phase = "waiting for the guest agent";
-        let personal = personal(spec, prepared).map_err(|e| e.to_string())?;
-        let talk = async {
-            boot::hello(&mut channel).await?;
-            boot::personalise(&mut channel, &personal).await
-        };
-        tokio::select! {
-            result = talk => result.map_err(|e| e.to_string())?,
-            end = self.control.end() => return Err(describe(&end)),
-        }
-        self.phase = "connecting to the guest agent";
-        let stream = match self.control.connect(MCP_PORT).await {
-            Ok(Ok(stream)) => stream,
-            Ok(Err(refusal)) => return Err(quote(&refusal)),
-            Err(_) => return Err(describe(&self.control.end().await)),
-        };
-        log.phase(Phase::Ready);
-        Ok((Client::new(stream), channel))
-    }
-
-    /// The error of a boot that failed for `reason`, with the console.
-    async fn explain(&mut self, reason: String) -> Error {
-        explain(&self.control, &mut self.process, self.phase, reason).await
-    }
-}
-
-/// Longest wait for the console of a VM that failed to boot.
-const REPORT_WAIT: Duration = Duration::from_secs(2);
-
-/// How long the end of a VM is waited for when something of it broke.
-const END_WAIT: Duration = Duration::from_millis(300);
-
-async fn explain(
-    control: &Control,
-    process: &mut Process,
-    phase: &str,
-    mut reason: String,
-) -> Error {
-    let mut phase = phase.to_owned();
-    let mut console = String::new();
-    // A stream may break a moment before the control socket tells why.
-    let _ = tokio::time::timeout(END_WAIT, control.end()).await;
-    if control.is_alive() {
-        if let Ok(Ok((text, _))) = tokio::time::timeout(REPORT_WAIT, control.report()).await {
-            console = text;
-        }
-    } else {
-        match control.end().await {
-            End::Failed { phase: step, .. } => phase = format!("{phase} ({})", quote(&step)),
-            End::Exited { console: text, .. } => console = text,
-            End::Lost { .. } => reason = lost(process, reason).await,
-        }
-    }
-    Error::Boot { phase, reason, console }
-}
-
-/// Adds to `reason` how the VMM process ended and what it said.
-async fn lost(process: &mut Process, mut reason: String) -> String {
-    // The socket closes a moment before the process can be waited for.
-    let _ = tokio::time::timeout(REPORT_WAIT, process.ended()).await;
-    if let Some(fate) = process.fate() {
-        reason = format!("{reason}; casulo-vmm ended with {fate}");
-    }
-    // Its last words may still be in the pipe.
-    tokio::task::yield_now().await;
-    let words = process.last_words();
-    if !words.is_empty() {
-        reason = format!("{reason}: {}", quote(&words));
-    }
-    reason
-}
-
-/// How a VM ended, in a sentence.
-pub(crate) fn describe(end: &End) -> String {
-    match end {
-        End::Failed { error, .. } => quote(error),
-        End::Exited { reason, .. } => match reason {
-            ExitReason::Reset => "the guest ended itself (reset)".into(),
-            ExitReason::TripleFault => "the guest crashed (triple fault)".into(),
-            ExitReason::Panic => "the guest kernel panicked".into(),
-            ExitReason::Kvm { detail } => format!("KVM stopped: {}", quote(detail)),
-            ExitReason::Vmm { detail } => format!("the VMM stopped: {}", quote(detail)),
-        },
-        End::Lost { reason } => reason.clone(),
-    }
 }
 
 /// The VM's description and the descriptors that go beside it.

@@ -24,11 +24,13 @@ use tokio::net::UnixStream;
 use crate::agent::exec::{Progress, Stdio, pump};
 use crate::agent::mcp::{CallError, Client};
 use crate::agent::{Program, quote};
+use crate::boot::describe;
 use crate::capture::Capture;
 use crate::error::Error;
 use crate::events::{Events, Log};
+use crate::evidence::Evidence;
 use crate::output::{self, Baseline, Output, Outputs};
-use crate::runtime::{describe, random};
+use crate::runtime::random;
 use crate::vm::control::{Control, End};
 use crate::vm::spawn::Process;
 
@@ -402,7 +404,7 @@ impl Sandbox {
             Ok(result) => result,
             Err(_) => {
                 let reason = format!("{tool} took longer than {} seconds", limit.as_secs());
-                Err(Error::GuestLost { reason, console: String::new() })
+                Err(Error::GuestLost { reason, evidence: Box::default() })
             }
         }
     }
@@ -497,19 +499,19 @@ impl Sandbox {
     async fn lost(&self, mut reason: String) -> Error {
         // A stream breaks a moment before the control socket tells why.
         let wait = if self.emulated { END_WAIT_EMULATED } else { END_WAIT };
-        let mut console = String::new();
+        let mut evidence = Box::<Evidence>::default();
         if self.killed.load(Ordering::Relaxed) {
-            return Error::GuestLost { reason: "it was ended".into(), console };
+            return Error::GuestLost { reason: "it was ended".into(), evidence };
         }
         if let Ok(end) = tokio::time::timeout(wait, self.control.end()).await {
             reason = describe(&end);
-            if let End::Exited { console: text, .. } = end {
-                console = text;
+            if let End::Exited { end, console } = end {
+                *evidence = Evidence::of_end(*end, console);
             } else if let End::Lost { .. } = end {
                 reason = self.last_words(reason).await;
             }
         }
-        Error::GuestLost { reason, console }
+        Error::GuestLost { reason, evidence }
     }
 
     async fn last_words(&self, reason: String) -> String {

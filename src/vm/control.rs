@@ -10,7 +10,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use casulo_protocol::vmm::{
-    Counters, ExitReason, FileRecord, FileUse, MAX_FDS, MAX_FILES, MAX_PACKET, Message, Request,
+    Counters, Diagnosis, FileRecord, FileUse, GuestEnd, MAX_FDS, MAX_FILES, MAX_PACKET, Message,
+    Request,
 };
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
@@ -49,8 +50,8 @@ pub(crate) enum End {
     },
     /// The guest ended.
     Exited {
-        /// Why.
-        reason: ExitReason,
+        /// Why, and where it was.
+        end: Box<GuestEnd>,
         /// Last lines of its console.
         console: String,
     },
@@ -80,6 +81,7 @@ struct State {
     next_id: u64,
     connects: HashMap<u64, oneshot::Sender<Result<UnixStream, String>>>,
     reports: VecDeque<oneshot::Sender<(String, Counters)>>,
+    diagnoses: VecDeque<oneshot::Sender<Diagnosis>>,
     /// Counters that came with the end.
     last: Option<Counters>,
     record: Record,
@@ -190,6 +192,14 @@ impl Control {
         answer.await.map_err(|_| ended())
     }
 
+    /// Where a guest stands that does not do what it should.
+    pub(crate) async fn diagnose(&self) -> io::Result<Diagnosis> {
+        let (answer_in, answer) = oneshot::channel();
+        self.shared.state().diagnoses.push_back(answer_in);
+        self.send(&Request::Diagnose, &[]).await?;
+        answer.await.map_err(|_| ended())
+    }
+
     /// Counters that a VM left when it ended.
     pub(crate) fn last_counters(&self) -> Option<Counters> {
         self.shared.state().last
@@ -264,6 +274,7 @@ async fn pump(
     state.connects.clear();
     state.reports.clear();
     state.record.waiting.clear();
+    state.diagnoses.clear();
 }
 
 fn handle(
@@ -303,9 +314,14 @@ fn handle(
         Message::Files { files, left_out, more } => {
             shared.state().record.add(files, left_out, more)?;
         }
-        Message::Exited { reason, console, counters } => {
+        Message::Diagnosis(diagnosis) => {
+            if let Some(waiting) = shared.state().diagnoses.pop_front() {
+                let _ = waiting.send(diagnosis);
+            }
+        }
+        Message::Exited { end, console, counters } => {
             shared.state().last = Some(counters);
-            return Ok(Some(End::Exited { reason, console }));
+            return Ok(Some(End::Exited { end: Box::new(end), console }));
         }
     }
     Ok(None)
@@ -364,6 +380,7 @@ fn receive_once(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<(usize,
 
 #[cfg(test)]
 mod tests {
+    use casulo_protocol::vmm::ExitReason;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
@@ -483,12 +500,18 @@ mod tests {
 
         let (control, peer, _accepted) = pair();
         let exited = Message::Exited {
-            reason: ExitReason::Panic,
+            end: GuestEnd {
+                reason: ExitReason::Panic,
+                vcpu: None,
+                devices: vec![],
+                accesses: vec![],
+            },
             console: "oops".into(),
             counters: Counters { exits: 3, ..Counters::default() },
         };
         peer.send(&exited, &[]);
-        assert!(matches!(control.end().await, End::Exited { reason: ExitReason::Panic, .. }));
+        let End::Exited { end, console } = control.end().await else { panic!() };
+        assert_eq!((end.reason, console.as_str()), (ExitReason::Panic, "oops"));
         assert_eq!(control.last_counters().map(|c| c.exits), Some(3));
 
         let (control, peer, _accepted) = pair();
