@@ -95,11 +95,69 @@ fn after_sigkill_nothing_is_left() {
     before.assert_unchanged();
 }
 
+/// Runs a program as root of the guest that ends the guest; gives what the user reads.
+fn ended_by(options: &[&str], program: &str) -> String {
+    let before = Leftovers::now();
+    let args = ["--user", "root"].iter().chain(options).chain(&["--", "python3", "-c", program]);
+    let out = output(run(args));
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(125), "{stderr}");
+    assert!(stderr.contains("the VM was lost"), "{stderr}");
+    before.assert_unchanged();
+    stderr
+}
+
+/// `reboot(2)` with this command.
+fn reboot(command: u32) -> String {
+    let number = format!("ctypes.c_int({command:#x})");
+    ended_by(&[], &format!("import ctypes; ctypes.CDLL(None).reboot({number})"))
+}
+
 #[test]
 fn a_guest_that_resets_itself_is_lost_not_a_result() {
-    let script = "import ctypes; ctypes.CDLL(None).reboot(0x01234567)";
-    let out = output(run(["--user", "root", "--", "python3", "-c", script]));
-    assert_eq!(out.status.code(), Some(125));
-    let stderr = String::from_utf8_lossy(&out.stderr);
-    assert!(stderr.contains("reset"), "{stderr}");
+    let stderr = reboot(0x0123_4567);
+    assert!(stderr.contains("the guest ended itself (reset)"), "{stderr}");
+    assert!(stderr.contains("--user"), "{stderr}");
+}
+
+#[test]
+fn a_guest_that_halts_or_powers_off_is_lost_and_does_not_hang() {
+    for command in [0xcdef_0123, 0x4321_fedc] {
+        let stderr = reboot(command);
+        assert!(stderr.contains("the guest halted or powered itself off"), "{stderr}");
+        // The kernel's own words.
+        assert!(stderr.contains("reboot: "), "{stderr}");
+    }
+}
+
+#[test]
+fn a_panic_of_the_guest_kernel_is_told_with_its_last_words() {
+    // Root writes traps over process 1, which may not end.
+    let stderr = ended_by(
+        &[],
+        "
+for line in open('/proc/1/maps'):
+    if 'r-xp' in line and '[v' not in line:
+        begin, end = (int(n, 16) for n in line.split()[0].split('-'))
+        memory = open('/proc/1/mem', 'r+b', buffering=0)
+        memory.seek(begin)
+        memory.write(b'\\xcc' * (end - begin))
+",
+    );
+    assert!(stderr.contains("the guest kernel panicked"), "{stderr}");
+    assert!(stderr.contains("Last lines of the guest's console"), "{stderr}");
+    assert!(stderr.contains("Attempted to kill init!"), "{stderr}");
+}
+
+#[test]
+fn a_guest_that_panics_for_lack_of_memory_says_what_to_do() {
+    let stderr = ended_by(
+        &["--memory", "256"],
+        "
+open('/proc/sys/vm/panic_on_oom', 'w').write('2')
+hold = [bytes(1 << 20) for _ in range(4096)]
+",
+    );
+    assert!(stderr.contains("the guest kernel panicked"), "{stderr}");
+    assert!(stderr.contains("--memory"), "{stderr}");
 }

@@ -5,78 +5,10 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::broken::BrokenHome;
 use crate::support::{
     Leftovers, USER, assert_refused, casulo, casulo_as_user, folder, home, open_folder, output, run,
 };
-
-/// A `CASULO_HOME` whose parts are links to the real one, so that one of them can be broken.
-struct BrokenHome {
-    folder: tempfile::TempDir,
-}
-
-impl BrokenHome {
-    fn new() -> Self {
-        let this = Self { folder: folder() };
-        for part in ["kernel", "agent", "emulated"] {
-            this.link(part);
-        }
-        fs::create_dir_all(this.path("images/names")).unwrap();
-        fs::create_dir_all(this.path("images/layers")).unwrap();
-        for entry in fs::read_dir(home().join("images/names")).unwrap() {
-            let entry = entry.unwrap();
-            let target = fs::read_link(entry.path()).unwrap();
-            std::os::unix::fs::symlink(&target, this.path("images/names").join(entry.file_name()))
-                .unwrap();
-            let digest = target.file_name().unwrap();
-            let image = Path::new("images").join(digest);
-            if !this.path(&image).exists() {
-                this.link(image);
-            }
-        }
-        for entry in fs::read_dir(home().join("images/layers")).unwrap() {
-            this.link(Path::new("images/layers").join(entry.unwrap().file_name()));
-        }
-        this
-    }
-
-    fn path(&self, part: impl AsRef<Path>) -> PathBuf {
-        self.folder.path().join(part)
-    }
-
-    fn link(&self, part: impl AsRef<Path>) {
-        std::os::unix::fs::symlink(home().join(&part), self.path(&part)).unwrap();
-    }
-
-    /// A copy of one file instead of the link that leads to it.
-    fn own_copy(&self, part: &str) -> PathBuf {
-        let (top, file) = part.rsplit_once('/').unwrap();
-        if self.path(top).is_symlink() {
-            let real = home().join(top);
-            fs::remove_file(self.path(top)).unwrap();
-            fs::create_dir(self.path(top)).unwrap();
-            for entry in fs::read_dir(real).unwrap() {
-                self.link(Path::new(top).join(entry.unwrap().file_name()));
-            }
-        }
-        let path = self.path(top).join(file);
-        fs::remove_file(&path).unwrap();
-        fs::copy(home().join(part), &path).unwrap();
-        path
-    }
-
-    /// The path, below the home, of the lowest layer of `base`.
-    fn base_layer(&self) -> String {
-        let text = fs::read_to_string(self.path("images/names/base/image.json")).unwrap();
-        let manifest: serde_json::Value = serde_json::from_str(&text).unwrap();
-        format!("images/layers/{}.erofs", manifest["layers"][0]["sha256"].as_str().unwrap())
-    }
-
-    fn run(&self) -> std::process::Output {
-        let mut command = run(["--", "true"]);
-        command.env("CASULO_HOME", self.folder.path());
-        output(command)
-    }
-}
 
 #[test]
 fn the_broken_home_works_while_nothing_is_broken() {
@@ -246,17 +178,11 @@ fn a_kernel_that_never_starts_the_agent_is_a_boot_failure() {
     // A boot volume of another image: erofs, but without an agent.
     let home = BrokenHome::new();
     let layer = fs::read(home.path(home.base_layer())).unwrap();
-    home.own_copy("agent/boot.erofs");
-    fs::write(home.path("agent/boot.erofs"), &layer).unwrap();
-    let text = fs::read_to_string(home.path("agent/agent.json")).unwrap();
-    let mut about: serde_json::Value = serde_json::from_str(&text).unwrap();
-    about["sha256"] = crate::support::sha256(&layer).into();
-    about["size"] = layer.len().into();
-    fs::remove_file(home.path("agent/agent.json")).unwrap();
-    fs::write(home.path("agent/agent.json"), about.to_string()).unwrap();
+    home.replace("agent/boot.erofs", "agent/agent.json", &layer);
     let out = home.run();
-    // The phase, and the kernel's own words.
-    assert_refused(&out, &["booting the guest kernel", "/init failed"]);
+    // The phase, the reason, and the kernel's own words.
+    let words = ["starting the guest agent", "the guest kernel panicked", "/init failed"];
+    assert_refused(&out, &words);
 }
 
 #[test]

@@ -4,11 +4,15 @@
 //! host; on a machine with real KVM it also runs as it stands. One test at a time
 //! (`--test-threads=1`): several compare what is on the machine before and after.
 
+mod broken;
+#[path = "../../vmm/tests/common/code.rs"]
+mod code;
 mod compat;
 mod cpus;
 mod embed;
 mod ending;
 mod errors;
+mod hang;
 mod isolation;
 mod memory;
 mod output;

@@ -2,13 +2,15 @@
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::thread::JoinHandle;
 
 use casulo_protocol::vmm::{CONTROL_FD, Diagnosis, MAX_FDS, MAX_PACKET, Message, Request, VERSION};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketType,
 };
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// Most bytes of the console in a report.
 const CONSOLE_IN_REPORT: usize = 16 * 1024;
@@ -139,6 +141,58 @@ impl Control {
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         poll(&mut fds, Some(&now)).is_ok()
             && fds[0].revents().intersects(PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR)
+    }
+}
+
+/// Ends the process when the parent goes, while the thread of the control socket is busy: building a VM
+/// may wait for a slow disk.
+pub struct ParentWatch {
+    over: EventFd,
+    thread: JoinHandle<()>,
+}
+
+impl ParentWatch {
+    /// Watches until [`Self::end`].
+    pub fn start(control: &Control) -> io::Result<Self> {
+        const STACK: usize = 64 * 1024;
+        let socket = control.socket.try_clone()?;
+        let over = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let told = over.try_clone()?;
+        let thread = std::thread::Builder::new().name("parent".into()).stack_size(STACK);
+        let thread = thread.spawn(move || watch(&socket, &told))?;
+        Ok(Self { over, thread })
+    }
+
+    /// Stops watching; returns when the thread is gone.
+    pub fn end(self) {
+        // A counter that is written once has room; the thread cannot panic.
+        let _ = self.over.write(1);
+        let _ = self.thread.join();
+    }
+}
+
+fn watch(socket: &OwnedFd, over: &EventFd) {
+    use rustix::event::{PollFd, PollFlags, poll};
+    // SAFETY: the event is open as long as its borrow, which outlives this one.
+    let over = unsafe { BorrowedFd::borrow_raw(over.as_raw_fd()) };
+    loop {
+        // Requests may wait to be read: only the end of the socket counts.
+        let mut fds =
+            [PollFd::new(socket, PollFlags::RDHUP), PollFd::from_borrowed_fd(over, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => continue,
+            // The build goes on unwatched; its end looks at the socket too.
+            Err(_) => return,
+        }
+        let [gone, over] = fds.map(|fd| !fd.revents().is_empty());
+        if over {
+            return;
+        }
+        if gone {
+            // There is nobody to tell, and nothing to keep.
+            std::process::exit(0);
+        }
     }
 }
 

@@ -30,10 +30,9 @@
 //!
 //! * A device belongs to one worker thread, which alone touches its queues; there are no locks around
 //!   devices. The driver's registers are pages that the guest reads without an exit; kicks and interrupts
-//!   are event counters that KVM connects. So a running guest seldom leaves, and a vCPU that does waits for
-//!   nobody (with one exception: a driver that resets its device waits until the worker has let go of the
-//!   queues).
-//! * The one state that all vCPUs share is [`devices::bus::Bus`]. No lock of it is held across an exit.
+//!   are event counters that KVM connects. So a running guest seldom leaves.
+//! * The one state that all vCPUs share is [`devices::bus::Bus`]. A vCPU holds none of its locks while the
+//!   guest runs, and waits for no other vCPU (the bus says what that means for a reset).
 //! * Guest memory and threads live until the process ends: a process is one VM, and its end is how a VM is
 //!   discarded.
 //!

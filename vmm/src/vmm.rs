@@ -8,7 +8,7 @@ use casulo_protocol::vmm::{Counters, ExitReason, Message, Request};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::config::MachineConfig;
-use crate::control::{Control, ControlError};
+use crate::control::{Control, ControlError, ParentWatch};
 use crate::devices::virtio::vsock::VsockEvent;
 use crate::halt::{self, HaltWatch};
 use crate::vm::Vm;
@@ -43,7 +43,10 @@ fn start(control: &mut Control) -> Result<Result<Vm, Message>, ControlError> {
         Err(error @ ControlError::Packet(_)) => return Ok(Err(failed("protocol", &error))),
         Err(error) => return Err(error),
     };
+    let watch = ParentWatch::start(control)?;
     let built = MachineConfig::from_request(config, descriptors).and_then(MachineConfig::build);
+    // No thread outside of the jail is left when the guest starts.
+    watch.end();
     Ok(built.map_err(|error| failed(error.phase(), &error)))
 }
 

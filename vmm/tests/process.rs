@@ -5,6 +5,7 @@
 mod common;
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::process::{Command, Stdio};
 
 use casulo_protocol::vmm::{DiskConfig, Message, Request, VERSION, VmConfig};
@@ -97,6 +98,40 @@ fn it_ends_when_the_control_socket_closes() {
         vmm.request(&Request::Start(config()), &descriptors(elf(code)));
         vmm.socket = None;
         vmm.wait();
+    }
+}
+
+/// Most resident memory of a child that has ended, in bytes.
+fn peak_memory(child: &std::process::Child) -> i64 {
+    let pid = i32::try_from(child.id()).unwrap();
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    let mut status = 0;
+    // SAFETY: both places are of the size that the kernel writes.
+    let ended = unsafe { libc::wait4(pid, &raw mut status, 0, usage.as_mut_ptr()) };
+    assert_eq!((ended, status), (pid, 0));
+    // SAFETY: it was zeroed, and every bit pattern is a value.
+    unsafe { usage.assume_init() }.ru_maxrss * 1024
+}
+
+#[test]
+fn a_closed_control_socket_ends_it_while_it_builds() {
+    if has_kvm() {
+        // Reading a kernel of a GiB takes a while, and leaves its mark in the memory of the process.
+        const SIZE: u64 = 1 << 30;
+        let kernel = std::fs::File::from(elf(Code::new().idle()));
+        let end = kernel.metadata().unwrap().len();
+        kernel.set_len(SIZE).unwrap();
+        let segment = SIZE - 120;
+        for field in [96, 104] {
+            kernel.write_all_at(&segment.to_le_bytes(), field).unwrap();
+        }
+        assert!(end < SIZE);
+        let mut vmm = Vmm::spawn();
+        let config = VmConfig { memory_mib: 1100, ..config() };
+        vmm.request(&Request::Start(config), &descriptors(kernel.into()));
+        vmm.socket = None;
+        let peak = peak_memory(&vmm.child);
+        assert!(peak < i64::try_from(SIZE / 2).unwrap(), "it went on to {peak} bytes");
     }
 }
 

@@ -1,5 +1,12 @@
 //! Where an access of the guest goes: to the device at a port or an address, or nowhere.
 //!
+//! # Locks
+//!
+//! Every vCPU comes through here with its exits, and none waits for another. The locks behind it are held
+//! for one register each: the serial port's, the console's ring, a status register's. Only a driver that
+//! resets its device waits, for a second at most, until the worker has let go of the queues; meanwhile other
+//! writes to the registers of that device wait too. Reads never do: they come from a page.
+//!
 //! Memory-mapped I/O needs no search: virtio devices lie at equal distances, so the address is the index
 //! (see [`crate::layout`]).
 
@@ -82,5 +89,77 @@ impl Bus {
             [byte] => i8042::write(port, *byte),
             _ => None,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::devices::serial::Console;
+    use crate::devices::virtio::page::register;
+    use crate::devices::virtio::rng::RngDevice;
+    use crate::devices::virtio::worker::serve;
+    use crate::layout::virtio;
+    use std::num::NonZeroUsize;
+    use std::sync::Arc;
+    use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+    const RESETS: usize = 5;
+
+    fn line() -> Arc<EventFd> {
+        Arc::new(EventFd::new(EFD_NONBLOCK).unwrap())
+    }
+
+    #[test]
+    fn a_vcpu_that_waits_for_a_device_holds_up_no_other() {
+        let pages = crate::memory::map_pages(NonZeroUsize::new(2 * 4096).unwrap()).unwrap();
+        let memory = crate::memory::map(32).unwrap();
+        let console = Console::default();
+        let device = |index| {
+            let device = Box::new(RngDevice::new());
+            let (memory, pages, console) = (memory.clone(), pages.clone(), console.clone());
+            MmioTransport::new(device, memory, pages, index, line(), console).unwrap()
+        };
+        let ((first, _stuck), (second, other)) = (device(0), device(1));
+        // Nobody serves the first worker, as if it were in a call to a host that does not come back.
+        std::thread::spawn(move || serve(vec![other]).unwrap());
+        let bus = Bus::new(SerialPort::new(line(), console.clone()), vec![first, second]);
+        let write = |index, register, value: u32| {
+            bus.mmio_write(virtio(index) + register, &value.to_le_bytes())
+        };
+        let read = |index, register| {
+            let mut bytes = [0; 4];
+            bus.mmio_read(virtio(index) + register, &mut bytes);
+            u32::from_le_bytes(bytes)
+        };
+        let set_up = |index| {
+            for status in [1, 3] {
+                write(index, register::STATUS, status);
+            }
+            write(index, register::DRIVER_FEATURES_SEL, 1);
+            write(index, register::DRIVER_FEATURES, 1);
+            for status in [0xb, 0xf] {
+                write(index, register::STATUS, status);
+            }
+        };
+        set_up(0);
+        std::thread::scope(|threads| {
+            // The reset gives up waiting after a while, so a slow machine may need another try.
+            let overtaken = (0..RESETS).any(|_| {
+                let reset = threads.spawn(|| write(0, register::STATUS, 0));
+                // Another device, a port, and the registers of the very device that is waited for.
+                for _ in 0..10 {
+                    write(1, register::STATUS, 0);
+                    set_up(1);
+                    assert_eq!(read(1, register::STATUS) & 0xf, 0xf);
+                    assert_eq!(read(0, register::DEVICE_ID), 4);
+                    assert!(read(0, register::STATUS) & 4 != 0);
+                    bus.port_write(0x3f8, b"x");
+                    assert_eq!(bus.devices().len(), 2);
+                }
+                !reset.is_finished()
+            });
+            assert!(overtaken);
+        });
     }
 }
