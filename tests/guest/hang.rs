@@ -17,12 +17,14 @@ const LONG: &str = "45";
 const AF_VSOCK: u64 = 40;
 
 #[track_caller]
-fn hangs(home: &BrokenHome, seconds: &str, words: &[&str]) {
+fn hangs(home: impl FnOnce() -> BrokenHome, seconds: &str, words: &[&str]) {
     let before = Leftovers::now();
+    let home = home();
     let out = home.run_with(&["--boot-timeout", seconds]);
     let late = format!("longer than {seconds} seconds");
     let words: Vec<&str> = words.iter().copied().chain([late.as_str(), "--boot-timeout"]).collect();
     assert_refused(&out, &words);
+    drop(home);
     before.assert_unchanged();
 }
 
@@ -48,7 +50,7 @@ fn a_kernel_that_hangs_at_once() {
     let code = Code::new().print(b"early words");
     let place = format!("rip={:#x}", CODE + code.length());
     let words = ["before its first driver", "vCPU 0: in the kernel", &place, "early words"];
-    hangs(&with_kernel(code.spin()), SHORT, &words);
+    hangs(|| with_kernel(code.spin()), SHORT, &words);
 }
 
 #[test]
@@ -65,7 +67,7 @@ fn a_kernel_whose_drivers_are_up_and_that_reads_no_disk() {
         .poke(STATUS, 0xf)
         .idle();
     let words = ["before it read its root file system", "vCPU 0: halted, interrupts on"];
-    hangs(&with_kernel(code), SHORT, &words);
+    hangs(|| with_kernel(code), SHORT, &words);
 }
 
 #[test]
@@ -83,12 +85,12 @@ fn a_kernel_that_crashes_does_not_need_the_deadline() {
 #[test]
 fn an_agent_that_never_calls() {
     let words = ["starting the guest agent, before it called", "vCPU 0: halted, interrupts on"];
-    hangs(&with_agent(&[]), LONG, &words);
+    hangs(|| with_agent(&[]), LONG, &words);
 }
 
 #[test]
 fn an_agent_that_calls_and_says_nothing() {
-    hangs(&with_agent(&call()), LONG, &["waiting for the guest agent's greeting"]);
+    hangs(|| with_agent(&call()), LONG, &["waiting for the guest agent's greeting"]);
 }
 
 #[test]
@@ -98,7 +100,7 @@ fn an_agent_that_greets_and_does_nothing_more() {
     line.push(b'\n');
     let program = [call(), say(&line)].concat();
     let words = ["waiting for the guest agent to prepare the guest"];
-    hangs(&with_agent(&program), LONG, &words);
+    hangs(|| with_agent(&program), LONG, &words);
 }
 
 /// A home whose agent runs this machine code and then sleeps for ever: the code lies over the first

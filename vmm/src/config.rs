@@ -130,7 +130,8 @@ impl MachineConfig {
         Ok(())
     }
 
-    /// Builds the VM; it runs from [`Vm::start`] on.
+    /// Builds the VM; it runs from [`Vm::start`] on. The first real-time signal of the process is taken to
+    /// interrupt vCPUs.
     ///
     /// # Errors
     /// See [`BuildError`].
