@@ -29,7 +29,7 @@ fn run(code: Code, disks: Vec<(OwnedFd, bool)>) -> String {
     let disks = disks.map(|(n, read_only)| DiskConfig { fd: n + 3, read_only }).collect();
     let mut vmm = Vmm::start_with(VmConfig { disks, ..config() }, code, descriptors);
     match vmm.receive() {
-        Some(Message::Exited { reason: ExitReason::Reset, console, .. }) => {
+        Some(Message::Exited { end, console, .. }) if end.reason == ExitReason::Reset => {
             assert!(vmm.wait().success());
             console
         }
