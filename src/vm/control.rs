@@ -404,6 +404,10 @@ mod tests {
         }
     }
 
+    fn ended_by(reason: ExitReason) -> GuestEnd {
+        GuestEnd { reason, vcpu: None, devices: vec![], accesses: vec![] }
+    }
+
     fn pair() -> (Control, Peer, Accepted) {
         let (control, theirs, accepted) = Control::new().unwrap();
         (control, Peer(theirs), accepted)
@@ -467,7 +471,7 @@ mod tests {
         let peer = vmm.join().unwrap();
         peer.send(&part("c", false), &[]);
         let exited = Message::Exited {
-            reason: ExitReason::Reset,
+            end: ended_by(ExitReason::Reset),
             console: String::new(),
             counters: Counters::default(),
         };
@@ -500,12 +504,7 @@ mod tests {
 
         let (control, peer, _accepted) = pair();
         let exited = Message::Exited {
-            end: GuestEnd {
-                reason: ExitReason::Panic,
-                vcpu: None,
-                devices: vec![],
-                accesses: vec![],
-            },
+            end: ended_by(ExitReason::Panic),
             console: "oops".into(),
             counters: Counters { exits: 3, ..Counters::default() },
         };
