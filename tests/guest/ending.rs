@@ -98,7 +98,7 @@ fn after_sigkill_nothing_is_left() {
 /// Runs a program as root of the guest that ends the guest; gives what the user reads.
 fn ended_by(options: &[&str], program: &str) -> String {
     let before = Leftovers::now();
-    let args = ["--user", "root"].iter().chain(options).chain(&["--", "python3", "-c", program]);
+    let args = [&["--user", "root"], options, &["--", "python3", "-c", program]].concat();
     let out = output(run(args));
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(125), "{stderr}");

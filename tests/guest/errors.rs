@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::broken::BrokenHome;

@@ -5,6 +5,7 @@
 //! (`--test-threads=1`): several compare what is on the machine before and after.
 
 mod broken;
+#[allow(dead_code, unreachable_pub, reason = "the tests of the VMM use more of it")]
 #[path = "../../vmm/tests/common/code.rs"]
 mod code;
 mod compat;
