@@ -155,7 +155,7 @@ fn a_guest_that_panics_for_lack_of_memory_says_what_to_do() {
         &["--memory", "256"],
         "
 open('/proc/sys/vm/panic_on_oom', 'w').write('2')
-hold = [bytes(1 << 20) for _ in range(4096)]
+hold = [b'x' * (1 << 20) for _ in range(4096)]
 ",
     );
     assert!(stderr.contains("the guest kernel panicked"), "{stderr}");

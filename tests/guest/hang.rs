@@ -55,7 +55,7 @@ fn a_kernel_that_hangs_at_once() {
 
 #[test]
 fn a_kernel_whose_drivers_are_up_and_that_reads_no_disk() {
-    // The second device is a disk too, so this is the way of a driver with the first one.
+    // The first device is a disk. Its queue is not ready, so it will complain, and serve nothing.
     const STATUS: u64 = 0xd000_0070;
     let code = Code::new()
         .map_devices()
@@ -65,8 +65,8 @@ fn a_kernel_whose_drivers_are_up_and_that_reads_no_disk() {
         .poke(0xd000_0020, 1)
         .poke(STATUS, 0xb)
         .poke(STATUS, 0xf)
-        .idle();
-    let words = ["before it read its root file system", "vCPU 0: halted, interrupts on"];
+        .spin();
+    let words = ["before it read its root file system", "vCPU 0: in the kernel, interrupts off"];
     hangs(|| with_kernel(code), SHORT, &words);
 }
 
