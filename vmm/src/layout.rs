@@ -115,6 +115,45 @@ mod tests {
         );
     }
 
+    /// Sizes in MiB around every border of the map, up to the largest guest.
+    const SIZES: [u64; 14] =
+        [32, 33, 64, 512, 3071, 3072, 3073, 4095, 4096, 4097, 8192, 65_536, (1 << 20) - 1, 1 << 20];
+
+    #[test]
+    fn no_byte_of_ram_is_lost_doubled_or_in_the_hole() {
+        for mib in SIZES {
+            let ranges = ram(mib << 20);
+            assert_eq!(ranges.iter().map(|(_, size)| size).sum::<u64>(), mib << 20, "{mib} MiB");
+            assert_eq!(ranges[0].0, 0);
+            apart(&ranges);
+            for (start, size) in &ranges {
+                assert!(*size > 0 && start + size <= 1 << 41, "{mib} MiB");
+                assert!(start + size <= HOLE_START || *start >= HOLE_END, "{mib} MiB");
+                // KVM maps large pages only where guest and host agree on their borders.
+                assert_eq!(start % (2 << 20), 0);
+            }
+        }
+        // As much as fits lies below the hole.
+        assert_eq!(ram(1 << 40), [(0, 3 << 30), (4 << 30, (1 << 40) - (3 << 30))]);
+    }
+
+    #[test]
+    fn the_kernel_is_told_of_all_ram_but_the_legacy_hole() {
+        for mib in SIZES {
+            let ranges = ram(mib << 20);
+            let map = e820(&ranges);
+            apart(&map);
+            let known: u64 = map.iter().map(|(_, size)| size).sum();
+            assert_eq!(known, (mib << 20) - (HIGH_MEMORY - EBDA), "{mib} MiB");
+            let inside = |(start, size): &(u64, u64)| {
+                ranges.iter().any(|(from, length)| from <= start && start + size <= from + length)
+            };
+            assert!(map.iter().all(inside), "{mib} MiB: {map:x?}");
+            // They fit into the table of the zero page.
+            assert!(map.len() <= 3);
+        }
+    }
+
     fn apart(places: &[(u64, u64)]) {
         for pair in places.windows(2) {
             assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:x?}");

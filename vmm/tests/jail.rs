@@ -77,6 +77,8 @@ fn call_of_the_system(name: &str) {
             // SAFETY: a request that no descriptor knows.
             unsafe { libc::ioctl(0, 0x1234, 0) };
         }
+        "give-back" => advise(libc::MADV_DONTNEED),
+        "advise" => advise(libc::MADV_HUGEPAGE),
         "exec-memory" => {
             let (size, anonymous) = (4096, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
             let access = libc::PROT_READ | libc::PROT_EXEC;
@@ -84,6 +86,25 @@ fn call_of_the_system(name: &str) {
             unsafe { libc::mmap(std::ptr::null_mut(), size, access, anonymous, -1, 0) };
         }
         other => panic!("unknown attempt {other}"),
+    }
+}
+
+/// Gives advice about a new page.
+fn advise(advice: i32) {
+    let (access, anonymous) = (libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new mapping replaces none.
+    let page = unsafe { libc::mmap(std::ptr::null_mut(), 4096, access, anonymous, -1, 0) };
+    // SAFETY: nothing is stored in the page.
+    unsafe { libc::madvise(page, 4096, advice) };
+}
+
+#[test]
+fn threads_give_memory_back_and_no_other_advice() {
+    let nowhere = Path::new("/");
+    for kind in KINDS {
+        assert!(attempt(&format!("give-back {kind:?}"), nowhere).success(), "{kind:?}");
+        let status = attempt(&format!("advise {kind:?}"), nowhere);
+        assert_eq!(status.signal(), Some(SIGSYS), "{kind:?}: {status}");
     }
 }
 

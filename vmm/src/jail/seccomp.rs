@@ -39,7 +39,6 @@ const COMMON: &[i64] = &[
     libc::SYS_getpid,
     libc::SYS_getrandom,
     libc::SYS_gettid,
-    libc::SYS_madvise,
     libc::SYS_mremap,
     libc::SYS_munmap,
     libc::SYS_nanosleep,
@@ -125,6 +124,10 @@ pub fn filter(kind: Kind) -> BpfProgram {
         mask: u32::MAX,
         values: values.into(),
     };
+    // Memory is given back, by the C library's allocator and by the balloon; other advice changes how the
+    // host treats it.
+    let give_back = u32::try_from(libc::MADV_DONTNEED).unwrap_or(u32::MAX);
+    checked.push(rule(libc::SYS_madvise, one_of(2, &[give_back])));
     match kind {
         Kind::Vcpu => checked.push(rule(libc::SYS_ioctl, one_of(1, &VCPU_IOCTLS))),
         Kind::Disks => {
