@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::super::trace::Counter;
@@ -23,7 +23,7 @@ mod wire;
 
 /// Memory of every guest.
 const MEMORY_MIB: u32 = 128;
-const FIRECRACKER_CMDLINE: &str = "quiet reboot=k panic=-1 pci=off i8042.noaux i8042.nomux \
+const FIRECRACKER_CMDLINE: &str = "console=ttyS0 quiet reboot=k panic=-1 pci=off i8042.noaux i8042.nomux \
     i8042.nopnp i8042.dumbkbd random.trust_cpu=on tsc=reliable no_timer_check root=/dev/vda \
     rootfstype=erofs ro init=/init";
 /// How long a transfer may stand still, and a guest may take to boot.
@@ -208,7 +208,11 @@ impl Vm for Parent {
 fn casulo(vmm: &Path, kernel: &Path, volume: &Path) -> Result<Box<dyn Vm>> {
     let guest = Guest { vmm, kernel, volume, cpus: 1, memory_mib: MEMORY_MIB, listen: Vec::new() };
     let parent = Parent::start(&guest)?;
-    wait(&parent)?;
+    let begin = Instant::now();
+    while let Err(error) = Vm::connect(&parent) {
+        ensure!(begin.elapsed() < PATIENCE, "the guest does not listen: {error}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
     Ok(Box::new(parent))
 }
 
@@ -221,8 +225,7 @@ struct Firecracker {
 impl Vm for Firecracker {
     fn connect(&self) -> io::Result<UnixStream> {
         let mut stream = UnixStream::connect(&self.socket)?;
-        // Before the guest has a driver nobody answers.
-        stream.set_read_timeout(Some(Duration::from_secs(1)))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
         // In one piece: it gives up on a line that is not whole when it looks.
         stream.write_all(format!("CONNECT {SERVICE}\n").as_bytes())?;
         // It says "OK" and a port in a line before anything else; the guest speaks only when asked.
@@ -259,20 +262,13 @@ fn firecracker(program: &Path, kernel: &Path, volume: &Path, work: &Path) -> Res
     fs::write(&file, serde_json::to_vec(&config)?)?;
     let mut command = Command::new(program);
     command.args(["--no-api", "--level", "Error", "--config-file"]).arg(file);
-    let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
+    let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
+    let console = child.stdout.take();
     let vm = Firecracker { child, socket };
-    wait(&vm)?;
+    // A connection that is asked for before the guest has a driver never comes about there.
+    let mut lines = BufReader::new(console.context("no standard output")?).lines();
+    let ready = lines.any(|line| line.is_ok_and(|line| line.contains("vsock_guest: ready")));
+    ensure!(ready, "the guest ended");
+    std::thread::spawn(move || lines.count());
     Ok(Box::new(vm))
-}
-
-/// Waits until the guest's program listens.
-fn wait(vm: &dyn Vm) -> Result<()> {
-    let begin = Instant::now();
-    loop {
-        match vm.connect() {
-            Ok(_) => return Ok(()),
-            Err(_) if begin.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(20)),
-            Err(error) => bail!("the guest does not listen: {error}"),
-        }
-    }
 }
