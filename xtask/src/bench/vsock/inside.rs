@@ -147,6 +147,9 @@ impl Measure {
 trait Vm {
     /// A connection to [`SERVICE`].
     fn connect(&self) -> io::Result<UnixStream>;
+
+    /// What there is to say of a guest with which something went wrong.
+    fn words(&self) -> String;
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
@@ -181,7 +184,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
                 match measure.once(&**vm) {
                     Ok(time) if round > 0 => list.push(u64::try_from(time.as_nanos())?),
                     Ok(_) => {}
-                    Err(error) => *times = Err(format!("{error:#}")),
+                    Err(error) => *times = Err(format!("{error:#} {}", vm.words())),
                 }
             }
         }
@@ -202,6 +205,10 @@ pub(crate) fn run(args: Args) -> Result<()> {
 impl Vm for Parent {
     fn connect(&self) -> io::Result<UnixStream> {
         Parent::connect(self, SERVICE)
+    }
+
+    fn words(&self) -> String {
+        self.console().unwrap_or_else(|error| error.to_string())
     }
 }
 
@@ -235,6 +242,10 @@ impl Vm for Firecracker {
             true => Ok(stream),
             false => Err(io::Error::new(io::ErrorKind::ConnectionRefused, line)),
         }
+    }
+
+    fn words(&self) -> String {
+        String::new()
     }
 }
 
