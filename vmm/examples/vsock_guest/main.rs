@@ -100,7 +100,7 @@ fn echo(mut stream: VsockStream) -> io::Result<()> {
 }
 
 fn dial(order: Order) -> io::Result<()> {
-    let mut stream = VsockStream::connect_with_cid_port(VMADDR_CID_HOST, DIALLED)?;
+    let mut stream = connect(DIALLED)?;
     stream.write_all(&order.seed.to_le_bytes())?;
     check(stream, order)
 }
@@ -113,14 +113,19 @@ fn check(stream: VsockStream, order: Order) -> io::Result<()> {
     let written = written.join().map_err(|_| io::Error::other("the writer failed"))?;
     drop(stream);
     let report = Report { seed: order.seed, read, written, ended, wrong };
-    // The host may have more waiting connections than it likes.
-    for _ in 0..100 {
-        if let Ok(mut stream) = VsockStream::connect_with_cid_port(VMADDR_CID_HOST, REPORTS) {
-            return stream.write_all(&report.to_bytes());
+    connect(REPORTS)?.write_all(&report.to_bytes())
+}
+
+/// Dials the host, which may have more waiting connections than it likes, or be slow.
+fn connect(port: u32) -> io::Result<VsockStream> {
+    let mut tries = 0;
+    loop {
+        match VsockStream::connect_with_cid_port(VMADDR_CID_HOST, port) {
+            Err(_) if tries < 100 => thread::sleep(Duration::from_millis(100)),
+            result => return result,
         }
-        thread::sleep(Duration::from_millis(100));
+        tries += 1;
     }
-    Err(io::Error::other("nobody takes the report"))
 }
 
 /// Returns how many bytes were written.

@@ -15,6 +15,7 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
 };
+use rustix::process::{Pid, Signal, kill_process};
 
 /// What a guest is made of.
 pub struct Guest<'a> {
@@ -81,6 +82,14 @@ impl Parent {
     /// Process id of the VMM.
     pub fn id(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Kills the VMM.
+    pub fn kill(&self) {
+        // The child is not reaped before `drop`, so the id is still its own.
+        if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
+            let _ = kill_process(pid, Signal::KILL);
+        }
     }
 
     /// Asks for something.

@@ -20,14 +20,15 @@ const HOST_MEMORY: &str = "2048";
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Runs of each figure, after one that is not counted
-    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
     /// Print everything that was measured as JSON, instead of a table
     #[arg(long)]
     json: bool,
-    /// Take the time of the machine instead of counting instructions, where KVM has to be emulated
+    /// Where KVM has to be emulated: count instructions in one processor instead of taking the time
+    /// with two
     #[arg(long)]
-    wall: bool,
+    count: bool,
     /// Measure what is there, without building anything but the guest's program
     #[arg(long)]
     no_build: bool,
@@ -65,16 +66,16 @@ pub(crate) fn run(args: Args) -> Result<()> {
     fs::write(&file, serde_json::to_vec(&plan)?)?;
 
     let emulated = !build::kvm_works();
-    let clock = match (emulated, args.wall) {
-        (true, false) => Clock::Counted,
-        (true, true) => Clock::Emulated,
+    let clock = match (emulated, args.count) {
+        (true, true) => Clock::Counted,
+        (true, false) => Clock::Emulated,
         (false, _) => Clock::Real,
     };
     let mut command = Command::new(if emulated { work.path().join("casulo") } else { me.clone() });
     if emulated {
         eprintln!("starting an emulated host; this takes some minutes");
         command.arg("emulated-host");
-        if !args.wall {
+        if args.count {
             command.arg("--icount");
         }
         command.args(["--memory", HOST_MEMORY, "--"]).arg(&me).env("TMPDIR", "/dev/shm");
@@ -109,7 +110,9 @@ fn collect(command: &mut Command) -> Result<Vec<Measured>> {
     let stdout = child.stdout.take().context("no standard output")?;
     let mut measured = Vec::new();
     for line in BufReader::new(stdout).lines() {
-        measured.push(serde_json::from_str(&line?).context("the report is broken")?);
+        let row: Measured = serde_json::from_str(&line?).context("the report is broken")?;
+        eprintln!("{}: {:?} ns", row.contender, row.times);
+        measured.push(row);
     }
     let status = child.wait()?;
     ensure!(status.success(), "the measurement ended: {status}");

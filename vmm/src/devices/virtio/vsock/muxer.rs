@@ -563,3 +563,7 @@ pub enum SendError {
 #[cfg(test)]
 #[path = "muxer_tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "muxer_flow_tests.rs"]
+mod flow_tests;
