@@ -21,7 +21,9 @@ use tempfile::TempDir;
 use vm_memory::VolatileSlice;
 
 use super::abi::*;
+use super::server::Limits;
 use super::{Server, Share};
+use super::{handle, node};
 
 pub(super) const GUEST_UID: u32 = 1000;
 pub(super) const GUEST_GID: u32 = 1001;
@@ -45,7 +47,7 @@ pub(super) fn share(base: &Path, name: &str, file: &str) -> Share {
         read_only: name == "ro",
         limit_bytes: (name == "lim").then_some(LIMIT),
         limit_files: None,
-        xattr: false,
+        xattr: name == "rw" || name == "ro",
         cache: name == "ro",
         guest_uid: GUEST_UID,
         guest_gid: GUEST_GID,
@@ -58,6 +60,15 @@ impl World {
     }
 
     pub(super) fn with_limits(nodes: usize, handles: usize) -> Self {
+        // So few path descriptors that they are given up all the time.
+        Self::with(Limits {
+            nodes: node::Limits { nodes, soft: nodes, name_bytes: 1 << 20 },
+            handles: handle::Limits { handles, descriptors: handles },
+            paths: 2,
+        })
+    }
+
+    pub(super) fn with(limits: Limits) -> Self {
         let base = tempfile::tempdir().unwrap();
         let path = base.path();
         for folder in ["rw/sub", "ro/sub", "lim", "outside/sub"] {
@@ -85,8 +96,7 @@ impl World {
             share(path, "lim", "lim"),
             share(path, "single", "single.txt"),
         ];
-        let server =
-            Server::with_limits(shares, open_path(Path::new("/proc")), nodes, handles).unwrap();
+        let server = Server::with_limits(shares, open_path(Path::new("/proc")), limits).unwrap();
         let before = protected(path);
         let mut world = Self { base, server, before };
         world.init();
