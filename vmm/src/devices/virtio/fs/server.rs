@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{FileType, Mode, OFlags, openat, readlinkat};
 use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 use vm_memory::VolatileSlice;
 
 use super::abi::{
@@ -134,7 +135,13 @@ impl Server {
     /// # Errors
     /// A bad name or root of a share.
     pub fn new(shares: Vec<Share>, proc_fd: OwnedFd) -> Result<Self, FsError> {
-        Self::with_limits(shares, proc_fd, Limits::NORMAL)
+        let mut limits = Limits::NORMAL;
+        // Where this process may have few descriptors, the other devices must still get theirs.
+        let all = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let eighth = usize::try_from(all / 8).unwrap_or(usize::MAX / 8);
+        limits.handles.descriptors = limits.handles.descriptors.min(eighth * 5);
+        limits.paths = limits.paths.min(eighth);
+        Self::with_limits(shares, proc_fd, limits)
     }
 
     /// As [`Self::new`], with other sizes of the tables.

@@ -9,6 +9,8 @@ mod jailed;
 mod ordinary;
 mod quota;
 mod random;
+mod reach;
+mod xattr;
 
 use std::collections::BTreeMap;
 use std::fs;
