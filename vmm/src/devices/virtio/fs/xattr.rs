@@ -45,9 +45,7 @@ fn c_str(name: &[u8]) -> Result<&CStr, Errno> {
 
 /// Size of an attribute with its name; 0 if there is none.
 fn size_of(file: &OwnedFd, name: &CStr) -> u64 {
-    // Asks for the size only.
-    let mut none: [u8; 0] = [];
-    let value = fgetxattr(file, name, &mut none[..]);
+    let value = fgetxattr(file, name, &mut vec![0; VALUE_MAX][..]);
     let both = |value: usize| value.saturating_add(name.count_bytes());
     value.map_or(0, |value| u64::try_from(both(value)).unwrap_or(u64::MAX))
 }

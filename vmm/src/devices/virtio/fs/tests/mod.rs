@@ -3,6 +3,7 @@
 //! Layout of a [`World`]: `rw` and `ro` are shared as what they say, `lim` with a limit, `single.txt`
 //! as a file; `outside` is not shared and must never be read or changed.
 
+mod cases;
 mod device;
 mod hostile;
 mod jailed;
@@ -56,6 +57,16 @@ pub(super) fn share(base: &Path, name: &str, file: &str) -> Share {
     }
 }
 
+/// The shares of a [`World`].
+pub(super) fn shares(base: &Path) -> Vec<Share> {
+    vec![
+        share(base, "rw", "rw"),
+        share(base, "ro", "ro"),
+        share(base, "lim", "lim"),
+        share(base, "single", "single.txt"),
+    ]
+}
+
 impl World {
     pub(super) fn new() -> Self {
         Self::with_limits(1000, 1000)
@@ -92,12 +103,7 @@ impl World {
             )
             .unwrap();
         }
-        let shares = vec![
-            share(path, "rw", "rw"),
-            share(path, "ro", "ro"),
-            share(path, "lim", "lim"),
-            share(path, "single", "single.txt"),
-        ];
+        let shares = shares(path);
         let server = Server::with_limits(shares, open_path(Path::new("/proc")), limits).unwrap();
         let before = protected(path);
         let mut world = Self { base, server, before };
@@ -105,8 +111,19 @@ impl World {
         world
     }
 
+    /// Serves other shares of the same folders.
+    pub(super) fn serve(&mut self, shares: Vec<Share>) {
+        self.server = Server::new(shares, open_path(Path::new("/proc"))).unwrap();
+        self.init();
+    }
+
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.base.path().join(name)
+    }
+
+    /// Whether what must never change is as it was.
+    pub(super) fn is_protected(&self) -> bool {
+        self.before == protected(self.base.path())
     }
 
     /// What must never change has not.
