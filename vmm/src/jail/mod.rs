@@ -36,8 +36,8 @@ pub enum Confine {
     Nothing,
 }
 
-/// Most descriptors that the VMM may hold: the file server keeps one for each file the guest knows.
-const MAX_DESCRIPTORS: u64 = 65_536;
+/// Most descriptors that the VMM may hold: the file server keeps less than 1,024.
+const MAX_DESCRIPTORS: u64 = 4096;
 
 const STDERR: i32 = 2;
 

@@ -130,6 +130,10 @@ wire! {
         handle_in: u64, offset_in: u64, node_out: u64, handle_out: u64, offset_out: u64,
         length: u64, flags: u64,
     }
+    SetxattrIn [8] { size: u32, flags: u32 }
+    /// `GETXATTR` and `LISTXATTR`.
+    GetxattrIn [8] { size: u32, padding: u32 }
+    GetxattrOut [8] { size: u32, padding: u32 }
     /// One entry of a listing; its name follows, padded to 8 bytes.
     Dirent [24] { ino: u64, offset: u64, name_len: u32, kind: u32 }
 }
@@ -154,6 +158,10 @@ pub(super) mod op {
     pub(in super::super) const STATFS: u32 = 17;
     pub(in super::super) const RELEASE: u32 = 18;
     pub(in super::super) const FSYNC: u32 = 20;
+    pub(in super::super) const SETXATTR: u32 = 21;
+    pub(in super::super) const GETXATTR: u32 = 22;
+    pub(in super::super) const LISTXATTR: u32 = 23;
+    pub(in super::super) const REMOVEXATTR: u32 = 24;
     pub(in super::super) const INIT: u32 = 26;
     pub(in super::super) const OPENDIR: u32 = 27;
     pub(in super::super) const READDIR: u32 = 28;

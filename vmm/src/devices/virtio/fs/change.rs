@@ -3,20 +3,22 @@
 //! None of the system calls here follows a symbolic link in the last component, and the names have
 //! only one.
 
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
 use rustix::fs::{
-    AtFlags, FileType, Mode, OFlags, RenameFlags, linkat, mkdirat, mknodat, openat2, renameat_with,
-    symlinkat, unlinkat,
+    AtFlags, FileType, Mode, OFlags, RenameFlags, Statx, linkat, mkdirat, mknodat, openat2,
+    renameat_with, symlinkat, unlinkat,
 };
 use rustix::io::Errno;
 
-use super::abi::{
-    CreateIn, EntryOut, LinkIn, MkdirIn, MknodIn, ROOT_ID, Rename2In, RenameIn, flag,
-};
+use super::abi::{CreateIn, LinkIn, MkdirIn, MknodIn, ROOT_ID, Rename2In, RenameIn, flag};
 use super::handle::Open;
 use super::io::Access;
-use super::lookup::{ONE_NAME, PERMISSIONS, RESOLVE, open_child};
+use super::lookup::{ONE_NAME, PERMISSIONS};
 use super::names::{Name, TARGET_MAX, name_and_target, one_name, two_names};
-use super::node::{Node, kind_of, stat_fd};
+use super::node::{kind_of, stat_fd};
+use super::reach::RESOLVE;
 use super::server::{Output, Server, fd_path};
 use super::wire::Cursor;
 
@@ -25,43 +27,52 @@ fn permissions(mode: u32) -> Mode {
     Mode::from_raw_mode(mode & PERMISSIONS)
 }
 
-/// What a name will be gone from, for the share's account.
+/// What a name will be gone from.
 struct Victim {
-    /// Its node, if the guest knows it: then its blocks count until the node is gone.
-    known: bool,
     blocks: u64,
-    links: u32,
-    kind: FileType,
+    /// Whether nothing but this name keeps the blocks.
+    last: bool,
 }
 
 impl Server {
     /// Folder `id` of a share in which names may be changed.
-    fn writable_folder(&self, id: u64) -> Result<&Node, Errno> {
+    fn writable_folder(&mut self, id: u64) -> Result<Arc<OwnedFd>, Errno> {
         self.writable_node(id)?;
-        self.folder(id)
+        self.folder(id)?;
+        self.reach(id)
     }
 
     /// Folder `id`, in which there is room for one more name.
-    fn folder_with_room(&self, id: u64) -> Result<&Node, Errno> {
-        let folder = self.writable_folder(id)?;
-        self.share(folder)?.quota.check_name()?;
+    fn folder_with_room(&mut self, id: u64) -> Result<Arc<OwnedFd>, Errno> {
+        self.writable_node(id)?;
+        let folder = self.folder(id)?;
+        self.quota(self.share(folder)?.account).check_name()?;
         // A file that could not be told to the guest would have been made all the same.
         self.nodes.check_room()?;
-        Ok(folder)
+        self.reach(id)
     }
 
-    /// Counts one more name in the share of a folder.
-    fn count_name(&mut self, folder: u64) {
-        let Ok(index) = self.nodes.get(folder).map(|node| node.share) else { return };
-        if let Some(share) = self.shares.get_mut(index) {
-            share.quota.add_name();
+    /// Makes a name in a folder by `make`, counts it, and appends its node to the reply.
+    fn make(
+        &mut self,
+        parent: u64,
+        name: &Name,
+        output: &mut Output<'_>,
+        make: impl FnOnce(&Self, &OwnedFd) -> Result<(), Errno>,
+    ) -> Result<(), Errno> {
+        let folder = self.folder_with_room(parent)?;
+        self.settled(parent, &folder, |server| make(server, &folder))?;
+        if let Some(account) = self.account(parent) {
+            account.add_name();
         }
-    }
-
-    /// Counts the name that was just made in a folder, and appends its node to the reply.
-    fn put_new(&mut self, folder: u64, name: &Name, output: &mut Output<'_>) -> Result<(), Errno> {
-        self.count_name(folder);
-        let entry = self.look_up_child(folder, name)?;
+        let stat = self.share(self.nodes.get(parent)?)?.stat_child(&folder, name)?;
+        let kind = kind_of(&stat);
+        if let Some(account) = self.account(parent)
+            && (kind == FileType::Directory || (kind == FileType::Symlink && stat.stx_nlink == 1))
+        {
+            account.settle(0, stat.stx_blocks);
+        }
+        let entry = self.look_up_stat(parent, name, &stat)?;
         output.put(&entry);
         Ok(())
     }
@@ -79,58 +90,61 @@ impl Server {
         self.handles.check_room()?;
         self.writable_folder(parent)?;
         let exclusive = OFlags::from_bits_truncate(wanted.flags).contains(OFlags::EXCL);
-        // What exists is found as a path first, so that a FIFO or device is not opened.
-        if !exclusive {
-            match self.look_up_child(parent, &name) {
-                Ok(entry) => return self.open_found(entry, access, output),
-                Err(Errno::NOENT) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        let flags = access.flags | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
-        let folder = self.folder_with_room(parent)?;
-        let made = openat2(
-            folder,
-            name.as_c_str(),
-            flags | OFlags::CLOEXEC,
-            permissions(wanted.mode),
-            RESOLVE,
-        );
-        let fd = match made {
-            Ok(fd) => fd,
-            Err(Errno::EXIST) if !exclusive => {
-                // The host was faster.
-                let entry = self.look_up_child(parent, &name)?;
-                return self.open_found(entry, access, output);
+        let folder = match self.folder_with_room(parent) {
+            Ok(folder) => folder,
+            // What exists needs no room.
+            Err(error) if !exclusive => {
+                return self.open_found(parent, &name, access, error, output);
             }
             Err(error) => return Err(error),
         };
-        self.count_name(parent);
+        // With `O_EXCL`, so that what exists, a FIFO for example, is not opened by its name.
+        let flags =
+            access.mode | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mode = permissions(wanted.mode);
+        let made = self
+            .settled(parent, &folder, |_| openat2(&folder, name.as_c_str(), flags, mode, RESOLVE));
+        let fd = match made {
+            Ok(fd) => Arc::new(fd),
+            Err(Errno::EXIST) if !exclusive => {
+                return self.open_found(parent, &name, access, Errno::EXIST, output);
+            }
+            Err(error) => return Err(error),
+        };
+        if let Some(account) = self.account(parent) {
+            account.add_name();
+        }
         // The name may be another file's by now, the descriptor cannot.
-        let path = self.reopen(&fd, OFlags::PATH)?;
-        let entry = self.look_up_fd(parent, &name, path)?;
+        let entry = self.look_up_stat(parent, &name, &stat_fd(&fd)?)?;
         let place = self.enter(entry.node, true);
         output.put(&entry);
-        self.put_handle(entry.node, Open::File { fd, writable: access.writable, place }, output)
+        self.put_handle(entry.node, Open::File(access.open_file(fd, place)), output)
     }
 
-    /// Opens a file that CREATE has found, for which a lookup was counted.
+    /// Opens what CREATE has found to exist; `absent` is the answer if it does not.
     fn open_found(
         &mut self,
-        entry: EntryOut,
+        parent: u64,
+        name: &Name,
         access: Access,
+        absent: Errno,
         output: &mut Output<'_>,
     ) -> Result<(), Errno> {
-        let opened = self.open_node(entry.node, access.flags);
-        if opened.is_err() {
-            // The guest does not get to know of the lookup.
-            self.nodes.forget(entry.node, 1);
+        let entry = match self.look_up_child(parent, name) {
+            Err(Errno::NOENT) => return Err(absent),
+            other => other?,
+        };
+        match self.open_as(entry.node, access) {
+            Ok(file) => {
+                output.put(&entry);
+                self.put_handle(entry.node, Open::File(file), output)
+            }
+            Err(error) => {
+                // The guest does not get to know of the lookup.
+                self.forget_node(entry.node, 1);
+                Err(error)
+            }
         }
-        let fd = opened?;
-        self.settle(entry.node);
-        let place = self.enter(entry.node, access.flags.contains(OFlags::TRUNC));
-        output.put(&entry);
-        self.put_handle(entry.node, Open::File { fd, writable: access.writable, place }, output)
     }
 
     /// MKNOD: regular files only.
@@ -146,10 +160,10 @@ impl Server {
         if kind != 0 && kind != libc::S_IFREG {
             return Err(Errno::PERM);
         }
-        let folder = self.folder_with_room(parent)?;
         let mode = permissions(wanted.mode);
-        mknodat(folder, name.as_c_str(), FileType::RegularFile, mode, 0)?;
-        self.put_new(parent, &name, output)
+        self.make(parent, &name, output, |_, folder| {
+            mknodat(folder, name.as_c_str(), FileType::RegularFile, mode, 0)
+        })
     }
 
     /// MKDIR
@@ -161,9 +175,9 @@ impl Server {
     ) -> Result<(), Errno> {
         let wanted: MkdirIn = input.take()?;
         let name = one_name(&input.take_rest(ONE_NAME)?)?;
-        let folder = self.folder_with_room(parent)?;
-        mkdirat(folder, name.as_c_str(), permissions(wanted.mode))?;
-        self.put_new(parent, &name, output)
+        self.make(parent, &name, output, |_, folder| {
+            mkdirat(folder, name.as_c_str(), permissions(wanted.mode))
+        })
     }
 
     /// SYMLINK
@@ -175,9 +189,9 @@ impl Server {
     ) -> Result<(), Errno> {
         let bytes = input.take_rest(ONE_NAME + TARGET_MAX + 1)?;
         let (name, target) = name_and_target(&bytes)?;
-        let folder = self.folder_with_room(parent)?;
-        symlinkat(target.as_c_str(), folder, name.as_c_str())?;
-        self.put_new(parent, &name, output)
+        self.make(parent, &name, output, |_, folder| {
+            symlinkat(target.as_c_str(), folder, name.as_c_str())
+        })
     }
 
     /// LINK
@@ -189,22 +203,23 @@ impl Server {
     ) -> Result<(), Errno> {
         let wanted: LinkIn = input.take()?;
         let name = one_name(&input.take_rest(ONE_NAME)?)?;
-        let folder = self.folder_with_room(parent)?;
+        self.folder_with_room(parent)?;
         if wanted.node == ROOT_ID {
             return Err(Errno::XDEV);
         }
         let source = self.nodes.get(wanted.node)?;
-        if source.share != folder.share || source.is_share_root() {
+        if source.share != self.nodes.get(parent)?.share || source.is_share_root() {
             return Err(Errno::XDEV);
         }
         if !matches!(source.kind, FileType::RegularFile | FileType::Symlink) {
             return Err(Errno::PERM);
         }
-        // Follows the one link in /proc, to the very file of the node, and none beyond.
-        let path = fd_path(source);
-        let flags = AtFlags::SYMLINK_FOLLOW;
-        linkat(self.proc_fd(), path.as_str(), folder, name.as_c_str(), flags)?;
-        self.put_new(parent, &name, output)
+        let source = self.reach(wanted.node)?;
+        self.make(parent, &name, output, |server, folder| {
+            // Follows the one link in /proc, to the very file of the node, and none beyond.
+            let (path, flags) = (fd_path(&source), AtFlags::SYMLINK_FOLLOW);
+            linkat(server.proc_fd(), path.as_str(), folder, name.as_c_str(), flags)
+        })
     }
 
     /// UNLINK, RMDIR
@@ -216,9 +231,9 @@ impl Server {
     ) -> Result<(), Errno> {
         let name = one_name(&input.take_rest(ONE_NAME)?)?;
         let folder = self.writable_folder(parent)?;
-        let victim = self.victim(folder, &name);
+        let victim = self.victim(parent, &folder, &name);
         let flags = if is_folder { AtFlags::REMOVEDIR } else { AtFlags::empty() };
-        unlinkat(folder, name.as_c_str(), flags)?;
+        unlinkat(&folder, name.as_c_str(), flags)?;
         self.uncount(parent, victim);
         Ok(())
     }
@@ -243,68 +258,66 @@ impl Server {
         }
         let from = self.writable_folder(parent)?;
         let to = self.writable_folder(new_parent)?;
-        if from.share != to.share {
+        let share = self.nodes.get(parent)?.share;
+        if share != self.nodes.get(new_parent)?.share {
             return Err(Errno::XDEV);
         }
-        let victim = if flags == 0 { self.replaced(from, &name, to, &new_name) } else { None };
+        let old = self.stat_in(parent, &from, &name);
+        let new = self.stat_in(new_parent, &to, &new_name);
+        // If both names are the same file's, nothing happens.
+        let same = match (&old, &new) {
+            (Some(old), Some(new)) => same_file(old, new),
+            _ => false,
+        };
+        let exchange = flags & flag::RENAME_EXCHANGE != 0;
+        let victim = if exchange || same { None } else { self.victim(new_parent, &to, &new_name) };
         let flags = RenameFlags::from_bits_truncate(flags);
-        renameat_with(from, name.as_c_str(), to, new_name.as_c_str(), flags)?;
-        let moved = self.known_child(new_parent, &new_name);
-        let exchanged = self.known_child(parent, &name);
+        self.settled(new_parent, &to, |_| {
+            renameat_with(&from, name.as_c_str(), &to, new_name.as_c_str(), flags)
+        })?;
         self.uncount(new_parent, victim);
-        if let Some(id) = moved {
+        if same {
+            return Ok(());
+        }
+        if let Some(id) = old.and_then(|stat| self.nodes.find(share, &stat)) {
             self.nodes.moved(id, new_parent, &new_name);
         }
-        if let Some(id) = exchanged {
+        if let Some(id) = new.filter(|_| exchange).and_then(|stat| self.nodes.find(share, &stat)) {
             self.nodes.moved(id, parent, &name);
         }
         Ok(())
     }
 
-    /// The node of a child, if the guest knows it.
-    fn known_child(&self, folder: u64, name: &Name) -> Option<u64> {
-        let folder = self.nodes.get(folder).ok()?;
-        self.nodes.find(folder.share, &stat_child(folder, name)?)
+    /// Attributes of a child of a folder, which is open as `fd`.
+    fn stat_in(&self, folder: u64, fd: &OwnedFd, name: &Name) -> Option<Statx> {
+        self.share(self.nodes.get(folder).ok()?).ok()?.stat_child(fd, name).ok()
     }
 
-    /// What a rename takes the name from. Nothing, if both names are the same file's: then it does
-    /// nothing.
-    fn replaced(&self, from: &Node, name: &Name, to: &Node, new_name: &Name) -> Option<Victim> {
-        let victim = self.victim(to, new_name)?;
-        let (old, new) = (stat_child(from, name)?, stat_child(to, new_name)?);
-        let same = (old.stx_dev_major, old.stx_dev_minor, old.stx_ino)
-            == (new.stx_dev_major, new.stx_dev_minor, new.stx_ino);
-        (!same).then_some(victim)
-    }
-
-    /// What loses a name in a folder, if its share counts.
-    fn victim(&self, folder: &Node, name: &Name) -> Option<Victim> {
-        if !self.share(folder).ok()?.quota.limited() {
-            return None;
+    /// What loses a name in a folder, which is open as `fd`.
+    fn victim(&mut self, folder: u64, fd: &OwnedFd, name: &Name) -> Option<Victim> {
+        let share = self.nodes.get(folder).ok()?.share;
+        let stat = self.stat_in(folder, fd, name)?;
+        let is_folder = kind_of(&stat) == FileType::Directory;
+        if is_folder && let Some(id) = self.nodes.find(share, &stat) {
+            self.keep_folder(id);
         }
-        let stat = stat_child(folder, name)?;
-        Some(Victim {
-            known: self.nodes.find(folder.share, &stat).is_some(),
-            blocks: stat.stx_blocks,
-            links: stat.stx_nlink,
-            kind: kind_of(&stat),
-        })
+        let last = is_folder || (stat.stx_nlink == 1 && !self.is_open(folder, &stat));
+        Some(Victim { blocks: stat.stx_blocks, last })
     }
 
     /// A name is gone from a folder.
     fn uncount(&mut self, folder: u64, victim: Option<Victim>) {
         let Some(victim) = victim else { return };
-        let Ok(index) = self.nodes.get(folder).map(|node| node.share) else { return };
-        let Some(share) = self.shares.get_mut(index) else { return };
-        share.quota.remove_name();
-        if !victim.known && victim.links == 1 && victim.kind == FileType::RegularFile {
-            share.quota.settle(victim.blocks, 0);
+        let Some(account) = self.account(folder) else { return };
+        account.remove_name();
+        // An open file's blocks become free when it is closed.
+        if victim.last {
+            account.settle(victim.blocks, 0);
         }
     }
 }
 
-/// Attributes of a child of a folder.
-fn stat_child(folder: &Node, name: &Name) -> Option<rustix::fs::Statx> {
-    use std::os::fd::AsFd;
-    open_child(folder, name).and_then(|fd| stat_fd(fd.as_fd())).ok()
+fn same_file(a: &Statx, b: &Statx) -> bool {
+    let identity = |stat: &Statx| (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino);
+    identity(a) == identity(b)
 }

@@ -5,14 +5,15 @@
 
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use rustix::fs::{FileType, Mode, OFlags, RawDir, SeekFrom, fsync, openat2, seek};
 use rustix::io::Errno;
 
 use super::abi::{Dirent, EntryOut, FsyncIn, ROOT_ID, ReadIn, Wire};
 use super::handle::Open;
-use super::lookup::RESOLVE;
 use super::names::Name;
+use super::reach::RESOLVE;
 use super::server::{Output, Server};
 use super::wire::Cursor;
 
@@ -59,8 +60,9 @@ impl Server {
             Open::Root
         } else {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            let fd = openat2(self.folder(id)?, c".", flags, Mode::empty(), RESOLVE)?;
-            Open::Dir { fd, position: 0 }
+            self.folder(id)?;
+            let fd = openat2(self.reach(id)?, c".", flags, Mode::empty(), RESOLVE)?;
+            Open::Dir { fd: Arc::new(fd), position: 0 }
         };
         self.put_handle(id, open, output)
     }
@@ -117,14 +119,14 @@ impl Server {
         let at_root = self.folder(id)?.is_share_root();
         let (fd, position) = self.handles.dir(handle, id)?;
         if *position != offset {
-            seek(fd, SeekFrom::Start(offset))?;
+            seek(&**fd, SeekFrom::Start(offset))?;
             *position = offset;
         }
         // An entry of the guest's with attributes is some five times as large as one of the host's.
         let share_of_reply = if listing.plus { listing.most / 4 } else { listing.most };
         let mut buffer = vec![MaybeUninit::uninit(); share_of_reply.clamp(BUFFER.0, BUFFER.1)];
         // The table of handles must not stay borrowed while children are looked up.
-        let fd = fd.try_clone_to_owned().map_err(|_| Errno::NFILE)?;
+        let fd = fd.clone();
         let mut last = offset;
         let mut full = false;
         let mut entries = RawDir::new(fd.as_fd(), &mut buffer);
@@ -139,7 +141,7 @@ impl Server {
             let dots = name == b"." || name == b"..";
             // What lies above a share is not the guest's business, its inode number included.
             let ino = if name == b".." && at_root { ROOT_ID } else { entry.ino() };
-            let plus = if listing.plus && !dots {
+            let plus = if listing.plus && !dots && !self.nodes.is_crowded() {
                 // Without a node, the guest looks the name up when it needs it, and meets the error.
                 Name::new(name).and_then(|name| self.look_up_child(id, &name)).unwrap_or_default()
             } else {

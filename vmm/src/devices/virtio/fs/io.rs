@@ -1,9 +1,11 @@
 //! File data: OPEN, READ, WRITE, RELEASE, FSYNC, FALLOCATE, LSEEK, COPY_FILE_RANGE.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 
 use rustix::fs::{
-    FallocateFlags, FileType, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fsync, seek,
+    FallocateFlags, FileType, OFlags, SeekFrom, copy_file_range, fallocate, fdatasync, fsync,
+    ftruncate, seek,
 };
 use rustix::io::Errno;
 
@@ -11,7 +13,7 @@ use super::abi::{
     CopyFileRangeIn, FallocateIn, FsyncIn, LseekIn, LseekOut, OpenIn, OpenOut, ROOT_ID, ReadIn,
     ReleaseIn, WriteIn, WriteOut, flag,
 };
-use super::handle::Open;
+use super::handle::{Open, OpenFile};
 use super::lookup::PERMISSIONS;
 use super::node::stat_fd;
 use super::record::Place;
@@ -24,9 +26,9 @@ const MAX_COPY: u64 = 16 << 20;
 /// What the guest may ask of an open.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Access {
-    /// Access mode and `O_TRUNC`, for the host.
-    pub(super) flags: OFlags,
-    pub(super) writable: bool,
+    /// Access mode, for the host.
+    pub(super) mode: OFlags,
+    pub(super) truncate: bool,
 }
 
 impl Access {
@@ -38,37 +40,66 @@ impl Access {
         if mode != OFlags::RDONLY && mode != OFlags::WRONLY && mode != OFlags::RDWR {
             return Err(Errno::INVAL);
         }
-        let truncate = flags & OFlags::TRUNC;
-        Ok(Self { flags: mode | truncate, writable: mode != OFlags::RDONLY })
+        Ok(Self { mode, truncate: flags.contains(OFlags::TRUNC) })
     }
 
-    /// Whether the open changes the share.
-    fn changes(self) -> bool {
-        self.writable || self.flags.contains(OFlags::TRUNC)
+    /// For writing only.
+    pub(super) const WRITE: Self = Self { mode: OFlags::WRONLY, truncate: false };
+
+    pub(super) fn readable(self) -> bool {
+        self.mode != OFlags::WRONLY
+    }
+
+    pub(super) fn writable(self) -> bool {
+        self.mode != OFlags::RDONLY
+    }
+
+    /// What a handle with this access holds.
+    pub(super) fn open_file(self, fd: Arc<OwnedFd>, place: Option<Place>) -> OpenFile {
+        OpenFile { fd, readable: self.readable(), writable: self.writable(), place }
     }
 }
 
 impl Server {
-    /// Opens a node for data. Special files are never opened, nor are links followed: the descriptor
-    /// of the node is of a regular file, and so is what comes out.
-    pub(super) fn open_node(&self, id: u64, flags: OFlags) -> Result<OwnedFd, Errno> {
-        let access = Access::new(flags.bits())?;
-        let node = if access.changes() { self.writable_node(id)? } else { self.nodes.get(id)? };
+    /// Opens a node for data, or finds a descriptor by which it is open already. Special files are
+    /// never opened, nor are links followed: the path descriptor is of a regular file, and so is what
+    /// comes out. `O_TRUNC` is left to the caller.
+    pub(super) fn open_node(&mut self, id: u64, access: Access) -> Result<Arc<OwnedFd>, Errno> {
+        let changes = access.writable() || access.truncate;
+        let node = if changes { self.writable_node(id)? } else { self.nodes.get(id)? };
         match node.kind {
             FileType::RegularFile => {}
             FileType::Directory => return Err(Errno::ISDIR),
             FileType::Symlink => return Err(Errno::LOOP),
             _ => return Err(Errno::PERM),
         }
-        if access.changes() {
+        let path = self.reach(id)?;
+        if changes {
             // The host's kernel takes set-id bits away at a write only where this process has no
             // privileges; a program that the guest has changed must not keep them in any case.
-            let mode = u32::from(node.stat()?.stx_mode);
+            let mode = u32::from(stat_fd(&path).or_else(|_| self.stat(id))?.stx_mode);
             if mode & (libc::S_ISUID | libc::S_ISGID) != 0 {
                 self.set_mode(id, mode & PERMISSIONS)?;
             }
         }
-        self.reopen(node, flags)
+        // `O_TRUNC` with `O_RDONLY` does truncate, so it takes a descriptor that may.
+        let write = changes;
+        if let Some(fd) = self.handles.shared(id, access.readable(), write) {
+            return Ok(fd);
+        }
+        self.handles.check_room()?;
+        let mode = if write && access.readable() { OFlags::RDWR } else { access.mode };
+        Ok(Arc::new(self.reopen(&*path, mode)?))
+    }
+
+    /// Opens a node for data as a handle holds it, truncates it if it is to be, and records that.
+    pub(super) fn open_as(&mut self, id: u64, access: Access) -> Result<OpenFile, Errno> {
+        let fd = self.open_node(id, access)?;
+        if access.truncate {
+            self.settled(id, &fd, |_| ftruncate(&fd, 0))?;
+        }
+        let place = self.enter(id, access.truncate);
+        Ok(access.open_file(fd, place))
     }
 
     /// Adds a handle for a node, and appends it to the reply.
@@ -79,7 +110,7 @@ impl Server {
         output: &mut Output<'_>,
     ) -> Result<(), Errno> {
         let flags = match (&open, self.nodes.get(id).and_then(|node| self.share(node))) {
-            (Open::File { .. }, Ok(share)) if share.cache => flag::OPEN_KEEP_CACHE,
+            (Open::File(_), Ok(share)) if share.cache => flag::OPEN_KEEP_CACHE,
             (Open::Dir { .. }, Ok(share)) if share.cache => {
                 flag::OPEN_KEEP_CACHE | flag::OPEN_CACHE_DIR
             }
@@ -116,14 +147,8 @@ impl Server {
             return Err(Errno::ISDIR);
         }
         let access = Access::new(wanted.flags)?;
-        self.handles.check_room()?;
-        let fd = self.open_node(id, access.flags)?;
-        let truncated = access.flags.contains(OFlags::TRUNC);
-        if truncated {
-            self.settle(id);
-        }
-        let place = self.enter(id, truncated);
-        self.put_handle(id, Open::File { fd, writable: access.writable, place }, output)
+        let file = self.open_as(id, access)?;
+        self.put_handle(id, Open::File(file), output)
     }
 
     /// READ
@@ -134,10 +159,10 @@ impl Server {
         output: &mut Output<'_>,
     ) -> Result<(), Errno> {
         let wanted: ReadIn = input.take()?;
-        let file = self.handles.file(wanted.handle, id)?;
+        let file = self.handles.readable_file(wanted.handle, id)?;
         let size = wanted.size.min(MAX_DATA) as usize;
-        output.direct = output.memory().fill_from(file, wanted.offset, size)?;
-        self.record.read(self.handles.place(wanted.handle), output.direct);
+        output.direct = output.memory().fill_from(file.as_fd(), wanted.offset, size)?;
+        self.record.read(file.place, output.direct);
         Ok(())
     }
 
@@ -149,59 +174,49 @@ impl Server {
         output: &mut Output<'_>,
     ) -> Result<(), Errno> {
         let wanted: WriteIn = input.take()?;
-        let file = self.handles.writable_file(wanted.handle, id)?;
+        let OpenFile { fd, place, .. } = self.handles.writable_file(wanted.handle, id)?.clone();
         if wanted.size > MAX_DATA || wanted.size as usize != input.left() {
             return Err(Errno::INVAL);
         }
         let append = wanted.write_flags & flag::WRITE_CACHE == 0
             && OFlags::from_bits_truncate(wanted.flags).contains(OFlags::APPEND);
         let length = u64::from(wanted.size);
-        let allowed = self.allow_write(id, file, wanted.offset, length, append)?;
-        let size = usize::try_from(allowed).map_err(|_| Errno::INVAL)?;
-        let written = input.drain_to(file, wanted.offset, size, append);
-        self.settle(id);
-        let written = written?;
-        self.record.written(self.handles.place(wanted.handle), written);
+        let written = self.within_limit(id, &fd, (wanted.offset, length), append, |length| {
+            let length = usize::try_from(length).map_err(|_| Errno::INVAL)?;
+            input.drain_to(fd.as_fd(), wanted.offset, length, append)
+        })?;
+        self.record.written(place, written);
         let size = u32::try_from(written).map_err(|_| Errno::IO)?;
         output.put(&WriteOut { size, padding: 0 });
         Ok(())
     }
 
-    /// How many of `length` bytes the share's account lets the guest write.
-    fn allow_write(
-        &self,
+    /// Writes to a file as many of the bytes of a range (offset and length) as the share's account
+    /// allows, by `write`, which is told their number; settles what was allocated.
+    fn within_limit(
+        &mut self,
         id: u64,
-        file: BorrowedFd<'_>,
-        offset: u64,
-        length: u64,
+        fd: &OwnedFd,
+        (offset, length): (u64, u64),
         append: bool,
-    ) -> Result<u64, Errno> {
-        let share = self.share(self.nodes.get(id)?)?;
-        if !share.quota.limited() {
-            return Ok(length);
+        write: impl FnOnce(u64) -> Result<usize, Errno>,
+    ) -> Result<usize, Errno> {
+        if !self.is_limited(id) {
+            return write(length);
         }
-        let stat = stat_fd(file).or_else(|_| self.stat(id))?;
-        let offset = if append { stat.stx_size } else { offset };
-        let allowed = share.quota.allow_write(offset, length, stat.stx_size, stat.stx_blocks)?;
+        let before = stat_fd(fd).or_else(|_| self.stat(id))?;
+        let offset = if append { before.stx_size } else { offset };
+        let account = self.account(id).ok_or(Errno::STALE)?;
+        let allowed = account.allow_write(offset, length, before.stx_size, before.stx_blocks)?;
         if allowed < length {
             self.note_limit();
         }
-        Ok(allowed)
-    }
-
-    /// Brings a share's account up to date with a file's blocks after a change.
-    pub(super) fn settle(&mut self, id: u64) {
-        let Ok(node) = self.nodes.get(id) else { return };
-        let index = node.share;
-        if !self.shares.get(index).is_some_and(|share| share.quota.limited()) {
-            return;
+        let written = write(allowed);
+        let after = stat_fd(fd).or_else(|_| self.stat(id));
+        if let (Ok(after), Some(account)) = (after, self.account(id)) {
+            account.settle(before.stx_blocks, after.stx_blocks);
         }
-        let Ok(after) = self.stat(id).map(|stat| stat.stx_blocks) else { return };
-        let Ok(node) = self.nodes.get_mut(id) else { return };
-        let before = std::mem::replace(&mut node.blocks, after);
-        if let Some(share) = self.shares.get_mut(index) {
-            share.quota.settle(before, after);
-        }
+        written
     }
 
     /// RELEASE, RELEASEDIR
@@ -224,21 +239,19 @@ impl Server {
         if wanted.mode & !known != 0 {
             return Err(Errno::OPNOTSUPP);
         }
-        let file = self.handles.writable_file(wanted.handle, id)?;
+        let OpenFile { fd, place, .. } = self.handles.writable_file(wanted.handle, id)?.clone();
         let end = wanted.offset.checked_add(wanted.length).ok_or(Errno::FBIG)?;
         if i64::try_from(end).is_err() {
             return Err(Errno::FBIG);
         }
         if wanted.mode & flag::FALLOC_PUNCH_HOLE == 0 {
-            self.share(self.nodes.get(id)?)?.quota.allow_allocation(wanted.length)?;
+            let account = self.account(id).ok_or(Errno::STALE)?;
+            account.allow_allocation(wanted.length)?;
         }
         let mode = FallocateFlags::from_bits_truncate(wanted.mode);
-        let result = fallocate(file, mode, wanted.offset, wanted.length);
-        self.settle(id);
-        if result.is_ok() {
-            self.record.written(self.handles.place(wanted.handle), 0);
-        }
-        result
+        self.settled(id, &fd, |_| fallocate(&fd, mode, wanted.offset, wanted.length))?;
+        self.record.written(place, 0);
+        Ok(())
     }
 
     /// LSEEK
@@ -274,8 +287,8 @@ impl Server {
         if wanted.flags != 0 {
             return Err(Errno::INVAL);
         }
-        let source = self.handles.file(wanted.handle_in, id)?;
-        let target = self.handles.writable_file(wanted.handle_out, wanted.node_out)?;
+        let source = self.handles.readable_file(wanted.handle_in, id)?.clone();
+        let target = self.handles.writable_file(wanted.handle_out, wanted.node_out)?.clone();
         let length = wanted.length.min(MAX_COPY);
         let fits =
             |offset: u64| offset.checked_add(length).is_some_and(|end| i64::try_from(end).is_ok());
@@ -283,18 +296,15 @@ impl Server {
             return Err(Errno::OVERFLOW);
         }
         // Nothing is copied beyond the end of the source, so nothing is charged for it.
-        let available = stat_fd(source)?.stx_size.saturating_sub(wanted.offset_in);
-        let length = length.min(available);
-        let allowed =
-            self.allow_write(wanted.node_out, target, wanted.offset_out, length, false)?;
-        let (mut from, mut to) = (wanted.offset_in, wanted.offset_out);
-        let length = usize::try_from(allowed).map_err(|_| Errno::INVAL)?;
-        let copied =
-            copy_file_range(source.as_fd(), Some(&mut from), target.as_fd(), Some(&mut to), length);
-        self.settle(wanted.node_out);
-        let copied = copied?;
-        self.record.read(self.handles.place(wanted.handle_in), copied);
-        self.record.written(self.handles.place(wanted.handle_out), copied);
+        let available = stat_fd(&source)?.stx_size.saturating_sub(wanted.offset_in);
+        let range = (wanted.offset_out, length.min(available));
+        let copied = self.within_limit(wanted.node_out, &target.fd, range, false, |length| {
+            let (mut from, mut to) = (wanted.offset_in, wanted.offset_out);
+            let length = usize::try_from(length).map_err(|_| Errno::INVAL)?;
+            copy_file_range(&source, Some(&mut from), &target, Some(&mut to), length)
+        })?;
+        self.record.read(source.place, copied);
+        self.record.written(target.place, copied);
         let size = u32::try_from(copied).map_err(|_| Errno::IO)?;
         output.put(&WriteOut { size, padding: 0 });
         Ok(())

@@ -1,23 +1,13 @@
 //! Nodes and their attributes: LOOKUP, GETATTR, READLINK, STATFS.
 
-use std::os::fd::{AsFd, OwnedFd};
-
-use rustix::fs::{
-    FileType, Mode, OFlags, ResolveFlags, Statx, StatxTimestamp, fstatfs, openat2, readlinkat,
-};
+use rustix::fs::{FileType, Statx, StatxTimestamp, fstatfs, readlinkat};
 use rustix::io::Errno;
 
 use super::abi::{Attr, AttrOut, EntryOut, GetattrIn, ROOT_ID, StatfsOut, flag};
 use super::names::{NAME_MAX, Name, one_name};
-use super::node::{Node, stat_fd};
+use super::node::stat_fd;
 use super::server::{Output, Server, ShareState};
 use super::wire::Cursor;
-
-/// How one component of a path is resolved (see the module's text).
-pub(super) const RESOLVE: ResolveFlags = ResolveFlags::BENEATH
-    .union(ResolveFlags::NO_SYMLINKS)
-    .union(ResolveFlags::NO_MAGICLINKS)
-    .union(ResolveFlags::NO_XDEV);
 
 /// Seconds for which the guest keeps names and attributes of a cached share.
 const LONG: u64 = 3600;
@@ -29,12 +19,6 @@ pub(super) const PERMISSIONS: u32 = 0o1777;
 
 /// Bytes that a request with one name may have beyond its fixed part.
 pub(super) const ONE_NAME: usize = NAME_MAX + 1;
-
-/// Opens a child of a folder as a path.
-pub(super) fn open_child(parent: impl AsFd, name: &Name) -> Result<OwnedFd, Errno> {
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    openat2(parent, name.as_c_str(), flags, Mode::empty(), RESOLVE)
-}
 
 impl ShareState {
     /// Seconds for which the guest may keep names and attributes.
@@ -109,7 +93,8 @@ impl Server {
         let name = name.as_c_str().to_bytes();
         let share =
             self.shares.iter().find(|share| share.name.as_bytes() == name).ok_or(Errno::NOENT)?;
-        Ok(share.entry(share.root, &self.nodes.get(share.root)?.stat()?))
+        let root = self.nodes.get(share.root)?.root().ok_or(Errno::STALE)?;
+        Ok(share.entry(share.root, &stat_fd(root)?))
     }
 
     /// The reply for a name that does not exist: node 0, which a cached share's guest may keep.
@@ -123,28 +108,29 @@ impl Server {
 
     /// Looks a child up, and counts that for the guest.
     pub(super) fn look_up_child(&mut self, parent: u64, name: &Name) -> Result<EntryOut, Errno> {
-        let fd = open_child(self.folder(parent)?, name)?;
-        self.look_up_fd(parent, name, fd)
+        self.folder(parent)?;
+        let folder = self.reach(parent)?;
+        let stat = self.share(self.nodes.get(parent)?)?.stat_child(&folder, name)?;
+        self.look_up_stat(parent, name, &stat)
     }
 
-    /// The node of what `fd` is open on as a path, found as `name` in `parent`; counts a lookup.
-    pub(super) fn look_up_fd(
+    /// The node of the file with these attributes, found as `name` in `parent`; counts a lookup.
+    pub(super) fn look_up_stat(
         &mut self,
         parent: u64,
         name: &Name,
-        fd: OwnedFd,
+        stat: &Statx,
     ) -> Result<EntryOut, Errno> {
-        let stat = stat_fd(fd.as_fd())?;
         let index = self.nodes.get(parent)?.share;
-        let id = self.nodes.look_up(index, fd, &stat, (parent, name))?;
-        let share = self.shares.get(index).ok_or(Errno::STALE)?;
-        Ok(share.entry(id, &stat))
-    }
-
-    /// Node `id`, which is a folder of a share.
-    pub(super) fn folder(&self, id: u64) -> Result<&Node, Errno> {
-        let node = self.nodes.get(id)?;
-        if node.kind == FileType::Directory { Ok(node) } else { Err(Errno::NOTDIR) }
+        let crowded = self.nodes.is_crowded();
+        let id = self.nodes.look_up(index, stat, (parent, name))?;
+        let share = self.shares.get(usize::from(index)).ok_or(Errno::STALE)?;
+        let mut entry = share.entry(id, stat);
+        if crowded {
+            // The guest forgets the name as soon as nothing uses it.
+            entry.entry_valid = 0;
+        }
+        Ok(entry)
     }
 
     /// GETATTR
@@ -160,10 +146,10 @@ impl Server {
             return Ok(());
         }
         let by_handle = wanted.flags & flag::GETATTR_HANDLE != 0;
-        let handle = by_handle.then(|| self.handles.file(wanted.handle, id)).transpose();
+        let handle = by_handle.then(|| self.handles.file(wanted.handle, id).cloned()).transpose();
         // A handle of a folder says no more than the node.
         let stat = match handle {
-            Ok(Some(file)) => stat_fd(file)?,
+            Ok(Some(file)) => stat_fd(file).or_else(|_| self.stat(id))?,
             Ok(None) | Err(Errno::ISDIR) => self.stat(id)?,
             Err(error) => return Err(error),
         };
@@ -181,15 +167,6 @@ impl Server {
         let attr = share.attr(stat, id == share.root);
         output.put(&AttrOut { valid: share.valid(), attr, ..AttrOut::default() });
         Ok(())
-    }
-
-    /// Attributes of a node now.
-    pub(super) fn stat(&self, id: u64) -> Result<Statx, Errno> {
-        match self.nodes.get(id)?.stat() {
-            // Over 9p, a file without a name can be looked at only where it is open, if at all.
-            Err(Errno::NOENT) => stat_fd(self.handles.any_file_of(id).ok_or(Errno::NOENT)?),
-            other => other,
-        }
     }
 
     /// Attributes of the synthetic root.
@@ -214,7 +191,8 @@ impl Server {
             return Err(Errno::INVAL);
         }
         // The kernel's own buffer for a target is one page.
-        output.set_body(readlinkat(node, c"", Vec::with_capacity(4096))?.into_bytes());
+        let link = self.reach(id)?;
+        output.set_body(readlinkat(&link, c"", Vec::with_capacity(4096))?.into_bytes());
         Ok(())
     }
 
@@ -226,23 +204,29 @@ impl Server {
             output.put(&StatfsOut { bsize: 4096, frsize: 4096, namelen, ..StatfsOut::default() });
             return Ok(());
         }
-        let node = self.nodes.get(id)?;
-        let host = fstatfs(node)?;
+        let host = fstatfs(self.reach(id)?)?;
+        let quota = self.quota(self.share(self.nodes.get(id)?)?.account);
         let number = |value: i64| u64::try_from(value).unwrap_or(0);
         let unit = number(host.f_bsize).clamp(512, 1 << 20);
         let (mut blocks, mut free, mut available) = (host.f_blocks, host.f_bfree, host.f_bavail);
-        if let Some((limit, room)) = self.share(node)?.quota.state() {
+        if let Some((limit, room)) = quota.state() {
             blocks = blocks.min(limit.div_ceil(unit));
             free = free.min(room / unit);
             available = available.min(room / unit);
+        }
+        let (mut files, mut files_free) = (host.f_files, host.f_ffree);
+        if let Some((limit, room)) = quota.names() {
+            // Some file systems do not count files, and say 0.
+            files = if files == 0 { limit } else { files.min(limit) };
+            files_free = if host.f_files == 0 { room } else { files_free.min(room) };
         }
         let unit = u32::try_from(unit).unwrap_or(4096);
         output.put(&StatfsOut {
             blocks,
             bfree: free,
             bavail: available,
-            files: host.f_files,
-            ffree: host.f_ffree,
+            files,
+            ffree: files_free,
             bsize: unit,
             frsize: unit,
             namelen,

@@ -46,10 +46,12 @@ mod lookup;
 mod names;
 mod node;
 mod quota;
+mod reach;
 mod record;
 mod server;
 mod setattr;
 mod wire;
+mod xattr;
 
 #[cfg(test)]
 mod tests;

@@ -13,7 +13,7 @@ pub(super) const NAME_MAX: usize = 255;
 pub(super) const TARGET_MAX: usize = 4095;
 
 /// A checked name: 1 to [`NAME_MAX`] bytes, no `/`, no NUL, neither `.` nor `..`.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Name(CString);
 
 impl Name {

@@ -4,11 +4,14 @@
 //! result into a reply. The operations are in `lookup` (nodes and attributes), `setattr`, `io` (file
 //! data), `dir` (listings) and `change` (names made, moved and removed).
 
+use std::ffi::OsString;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::fs::{FileType, Mode, OFlags, openat};
+use rustix::fs::{FileType, Mode, OFlags, openat, readlinkat};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use vm_memory::VolatileSlice;
@@ -17,10 +20,11 @@ use super::abi::{
     BatchForgetIn, ForgetIn, ForgetOne, InHeader, InitIn, InitOut, MAJOR, MINOR, OutHeader,
     ROOT_ID, Wire, init, op,
 };
-use super::handle::{Handles, MAX_HANDLES, Open};
+use super::handle::{self, Handles, Open, OpenFile};
 use super::names::Name;
-use super::node::{MAX_NODES, Node, Nodes, kind_of, stat_fd};
+use super::node::{self, Node, Nodes, kind_of, stat_fd};
 use super::quota::Quota;
+use super::reach::{MAX_PATHS, Paths};
 use super::record::Record;
 use super::wire::Cursor;
 use super::{FsError, Share};
@@ -56,7 +60,29 @@ pub(super) struct ShareState {
     pub(super) cache: bool,
     pub(super) uid: u32,
     pub(super) gid: u32,
-    pub(super) quota: Quota,
+    /// Whether extended attributes are served.
+    pub(super) xattr: bool,
+    /// The mount of its root, which is never left.
+    pub(super) mount: u64,
+    /// Path of its root on the host, for comparisons only.
+    pub(super) path: PathBuf,
+    /// Index of its account.
+    pub(super) account: usize,
+}
+
+/// Sizes of the tables.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    pub(super) nodes: node::Limits,
+    pub(super) handles: handle::Limits,
+    /// Path descriptors of folders that are kept.
+    pub(super) paths: usize,
+}
+
+impl Limits {
+    /// Together less than 16 MiB and 1,024 descriptors, whatever the guest does.
+    pub(super) const NORMAL: Self =
+        Self { nodes: node::Limits::NORMAL, handles: handle::Limits::NORMAL, paths: MAX_PATHS };
 }
 
 /// The server of one file system.
@@ -65,6 +91,8 @@ pub struct Server {
     pub(super) shares: Vec<ShareState>,
     pub(super) nodes: Nodes,
     pub(super) handles: Handles,
+    pub(super) paths: Paths,
+    pub(super) accounts: Vec<Quota>,
     proc_fd: OwnedFd,
     limit_hit: Arc<AtomicBool>,
     pub(super) record: Arc<Record>,
@@ -101,65 +129,80 @@ impl Server {
     /// A server for `shares`. `proc_fd` is an `O_PATH` descriptor of `/proc`, through which the server
     /// opens for data what it holds as a path.
     ///
-    /// The guest may hold seven eighths of the descriptors that the process may have now (its soft limit),
-    /// three of four as nodes.
-    ///
     /// The process's umask is set to 0: the guest applies its own, and this process makes no other
     /// files.
     ///
     /// # Errors
     /// A bad name or root of a share.
     pub fn new(shares: Vec<Share>, proc_fd: OwnedFd) -> Result<Self, FsError> {
-        // The other devices must still get descriptors when the guest has taken all that it can.
+        let mut limits = Limits::NORMAL;
+        // Where this process may have few descriptors, the other devices must still get theirs.
         let all = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-        let own = usize::try_from(all / 8).unwrap_or(usize::MAX / 8) * 7;
-        let most_handles = (own / 4).min(MAX_HANDLES);
-        let most_nodes = (own - own / 4).min(MAX_NODES);
-        Self::with_limits(shares, proc_fd, most_nodes, most_handles)
+        let eighth = usize::try_from(all / 8).unwrap_or(usize::MAX / 8);
+        limits.handles.descriptors = limits.handles.descriptors.min(eighth * 5);
+        limits.paths = limits.paths.min(eighth);
+        Self::with_limits(shares, proc_fd, limits)
     }
 
     /// As [`Self::new`], with other sizes of the tables.
     pub(super) fn with_limits(
         shares: Vec<Share>,
         proc_fd: OwnedFd,
-        most_nodes: usize,
-        most_handles: usize,
+        limits: Limits,
     ) -> Result<Self, FsError> {
         rustix::process::umask(Mode::empty());
         let mut server = Self {
             shares: Vec::new(),
-            nodes: Nodes::new(most_nodes),
-            handles: Handles::new(most_handles),
+            nodes: Nodes::new(limits.nodes),
+            handles: Handles::new(limits.handles),
+            paths: Paths::new(limits.paths),
+            accounts: Vec::new(),
             proc_fd,
             limit_hit: Arc::default(),
             record: Arc::default(),
             ready: false,
         };
-        for (index, share) in shares.into_iter().enumerate() {
-            let root_error =
-                |error: Errno| FsError::Root { name: share.name.clone(), error: error.into() };
-            let name = Arc::<str>::from(share.name.as_str());
-            if Name::new(name.as_bytes()).is_err()
-                || server.shares.iter().any(|other| other.name == name)
-            {
-                return Err(FsError::Name(share.name));
-            }
-            let stat = stat_fd(share.root.as_fd()).map_err(root_error)?;
-            if !matches!(kind_of(&stat), FileType::Directory | FileType::RegularFile) {
-                return Err(FsError::Kind(share.name));
-            }
-            let root = server.nodes.add_share_root(index, share.root).map_err(root_error)?;
-            server.shares.push(ShareState {
-                name,
-                root,
-                read_only: share.read_only,
-                cache: share.cache,
-                uid: share.guest_uid,
-                gid: share.guest_gid,
-                quota: Quota::new(share.limit_bytes),
-            });
+        for share in shares {
+            server.add_share(share)?;
         }
         Ok(server)
+    }
+
+    fn add_share(&mut self, share: Share) -> Result<(), FsError> {
+        let root_error =
+            |error: Errno| FsError::Root { name: share.name.clone(), error: error.into() };
+        let name = Arc::<str>::from(share.name.as_str());
+        if Name::new(name.as_bytes()).is_err() || self.shares.iter().any(|other| other.name == name)
+        {
+            return Err(FsError::Name(share.name));
+        }
+        let stat = stat_fd(&share.root).map_err(root_error)?;
+        if !matches!(kind_of(&stat), FileType::Directory | FileType::RegularFile) {
+            return Err(FsError::Kind(share.name));
+        }
+        let path = readlinkat(&self.proc_fd, fd_path(&share.root).as_str(), Vec::new());
+        let path = PathBuf::from(OsString::from_vec(path.map_err(root_error)?.into_bytes()));
+        let account = if share.read_only {
+            self.accounts.push(Quota::default());
+            self.accounts.len().saturating_sub(1)
+        } else {
+            self.open_account(&path, share.limit_bytes, share.limit_files)
+        };
+        let index = u16::try_from(self.shares.len()).map_err(|_| root_error(Errno::NFILE))?;
+        let root = self.nodes.add_share_root(index, share.root, &stat).map_err(root_error)?;
+        self.shares.push(ShareState {
+            name,
+            root,
+            read_only: share.read_only,
+            cache: share.cache,
+            uid: share.guest_uid,
+            gid: share.guest_gid,
+            xattr: share.xattr,
+            mount: stat.stx_mnt_id,
+            path,
+            account,
+        });
+        Ok(())
     }
 
     /// Becomes true when a write or an allocation failed for want of space: the limit of a share, or
@@ -184,6 +227,7 @@ impl Server {
     /// to the shares stays counted.
     pub fn reset(&mut self) {
         self.handles.clear();
+        self.paths.clear();
         self.nodes.clear();
         self.ready = false;
     }
@@ -293,10 +337,14 @@ impl Server {
             op::LINK => self.link(node, input, output),
             op::UNLINK => self.unlink(node, input, false),
             op::RMDIR => self.unlink(node, input, true),
+            op::SETXATTR => self.set_xattr(node, input),
+            op::GETXATTR => self.get_xattr(node, input, output),
+            op::LISTXATTR => self.list_xattr(node, input, output),
+            op::REMOVEXATTR => self.remove_xattr(node, input),
             op::RENAME => self.rename(node, input, false),
             op::RENAME2 => self.rename(node, input, true),
-            // Among them: FLUSH and ACCESS, which the guest then does without; extended attributes;
-            // locks, which the guest then keeps itself.
+            // Among them: FLUSH and ACCESS, which the guest then does without, and locks, which it then
+            // keeps itself.
             _ => Err(Errno::NOSYS),
         }
     }
@@ -346,45 +394,48 @@ impl Server {
         }
     }
 
-    fn forget_node(&mut self, id: u64, lookups: u64) {
-        if let Some(node) = self.nodes.forget(id, lookups) {
-            self.node_gone(&node);
-        }
-    }
-
-    /// A node is about to be dropped: if its file has no name any more, its blocks become free.
-    fn node_gone(&mut self, node: &Node) {
-        let Some(share) = self.shares.get_mut(node.share) else { return };
-        if !share.quota.limited() || node.kind != FileType::RegularFile {
-            return;
-        }
-        let nameless = match node.stat() {
-            Ok(stat) => stat.stx_nlink == 0,
-            // File systems over the network say this of a file without a name.
-            Err(error) => error == Errno::NOENT || error == Errno::STALE,
-        };
-        if nameless {
-            share.quota.settle(node.blocks, 0);
+    pub(super) fn forget_node(&mut self, id: u64, lookups: u64) {
+        if self.nodes.forget(id, lookups) {
+            self.paths.remove(id);
         }
     }
 
     /// Closes a handle of any kind.
-    pub(super) fn close(&mut self, handle: u64, node: u64) -> Result<(), Errno> {
-        let open = self.handles.remove(handle, node)?;
-        if matches!(open, Open::File { writable: true, .. }) {
-            // Some file systems allocate ahead of a writer and give that back at the end.
-            self.settle(node);
+    pub(super) fn close(&mut self, handle: u64, id: u64) -> Result<(), Errno> {
+        let open = self.handles.remove(handle, id)?;
+        if let Open::File(file) = open {
+            self.settle_closed(id, file);
         }
-        drop(open);
-        if let Some(node) = self.nodes.remove_handle(node) {
-            self.node_gone(&node);
+        // The root has handles, but is no node.
+        if self.nodes.remove_handle(id) {
+            self.paths.remove(id);
         }
         Ok(())
     }
 
+    /// Settles what the end of a handle frees: what the file system has allocated ahead of a writer,
+    /// and a file that has no name any more.
+    fn settle_closed(&mut self, id: u64, file: OpenFile) {
+        if !self.is_limited(id) {
+            return;
+        }
+        let Ok(before) = stat_fd(&file) else { return };
+        let last = self.handles.any_of(id).is_none();
+        drop(file);
+        let last = last && !self.is_open_elsewhere(id, &before);
+        let after = if last && before.stx_nlink == 0 {
+            0
+        } else {
+            self.stat(id).map_or(before.stx_blocks, |after| after.stx_blocks)
+        };
+        if let Some(account) = self.account(id) {
+            account.settle(before.stx_blocks, after);
+        }
+    }
+
     /// The share of a node.
     pub(super) fn share(&self, node: &Node) -> Result<&ShareState, Errno> {
-        self.shares.get(node.share).ok_or(Errno::STALE)
+        self.shares.get(usize::from(node.share)).ok_or(Errno::STALE)
     }
 
     /// Node `id` in a share that may be changed.

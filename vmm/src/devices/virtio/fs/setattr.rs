@@ -1,12 +1,13 @@
 //! SETATTR: mode, owner, size and times.
 
 use rustix::fs::{
-    AtFlags, FileType, Mode, OFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, chmodat,
-    ftruncate, utimensat,
+    AtFlags, FileType, Mode, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, chmodat, ftruncate,
+    utimensat,
 };
 use rustix::io::Errno;
 
 use super::abi::{ROOT_ID, SetattrIn, flag};
+use super::io::Access;
 use super::lookup::PERMISSIONS;
 use super::server::{Output, Server, fd_path};
 use super::wire::Cursor;
@@ -39,14 +40,14 @@ impl Server {
             self.set_mode(id, wanted.mode)?;
         }
         if let Some(times) = times {
-            utimensat(self.nodes.get(id)?, c"", &times, AtFlags::EMPTY_PATH)?;
+            utimensat(self.reach(id)?, c"", &times, AtFlags::EMPTY_PATH)?;
         }
         let stat = self.stat(id)?;
         self.put_attr(id, &stat, output)
     }
 
     /// Sets the permission bits of a node.
-    pub(super) fn set_mode(&self, id: u64, mode: u32) -> Result<(), Errno> {
+    pub(super) fn set_mode(&mut self, id: u64, mode: u32) -> Result<(), Errno> {
         let node = self.nodes.get(id)?;
         match node.kind {
             FileType::RegularFile | FileType::Directory => {}
@@ -54,7 +55,8 @@ impl Server {
             _ => return Err(Errno::PERM),
         }
         let mode = Mode::from_raw_mode(mode & PERMISSIONS);
-        chmodat(self.proc_fd(), fd_path(node).as_str(), mode, AtFlags::empty())
+        let file = self.reach(id)?;
+        chmodat(self.proc_fd(), fd_path(&file).as_str(), mode, AtFlags::empty())
     }
 
     /// Sets the size of a regular file, through a handle if there is one.
@@ -62,12 +64,11 @@ impl Server {
         if id == ROOT_ID || i64::try_from(size).is_err() {
             return Err(Errno::INVAL);
         }
-        match handle {
-            Some(handle) => ftruncate(self.handles.writable_file(handle, id)?, size)?,
-            None => ftruncate(self.open_node(id, OFlags::WRONLY)?, size)?,
-        }
-        self.settle(id);
-        Ok(())
+        let fd = match handle {
+            Some(handle) => self.handles.writable_file(handle, id)?.fd.clone(),
+            None => self.open_node(id, Access::WRITE)?,
+        };
+        self.settled(id, &fd, |_| ftruncate(&fd, size))
     }
 }
 

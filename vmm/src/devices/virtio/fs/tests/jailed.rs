@@ -44,6 +44,12 @@ fn everything(world: &mut World) {
     let mknod = bytes_of(&MknodIn { mode: libc::S_IFREG | 0o644, ..Default::default() });
     world.call(op::MKNOD, dir, &[&mknod, b"plain\0"]).unwrap();
     world.call(op::SYMLINK, dir, &[b"soft\0", b"target\0"]).unwrap();
+    let value = bytes_of(&SetxattrIn { size: 1, flags: 0 });
+    world.call(op::SETXATTR, dir, &[&value, b"user.a\0", b"x"]).unwrap();
+    let room = bytes_of(&GetxattrIn { size: 100, padding: 0 });
+    assert_eq!(world.call(op::GETXATTR, dir, &[&room, b"user.a\0"]).unwrap(), b"x");
+    assert_eq!(world.call(op::LISTXATTR, dir, &[&room]).unwrap(), b"user.a\0");
+    world.call(op::REMOVEXATTR, dir, &[b"user.a\0"]).unwrap();
     let soft = world.node("rw/dir/soft");
     assert_eq!(world.call(op::READLINK, soft, &[]).unwrap(), b"target");
     world.call(op::LINK, dir, &[&bytes_of(&LinkIn { node }), b"hard\0"]).unwrap();

@@ -3,12 +3,15 @@
 //! Layout of a [`World`]: `rw` and `ro` are shared as what they say, `lim` with a limit, `single.txt`
 //! as a file; `outside` is not shared and must never be read or changed.
 
+mod cases;
 mod device;
 mod hostile;
 mod jailed;
 mod ordinary;
 mod quota;
 mod random;
+mod reach;
+mod xattr;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,7 +24,9 @@ use tempfile::TempDir;
 use vm_memory::VolatileSlice;
 
 use super::abi::*;
+use super::server::Limits;
 use super::{Server, Share};
+use super::{handle, node};
 
 pub(super) const GUEST_UID: u32 = 1000;
 pub(super) const GUEST_GID: u32 = 1001;
@@ -45,11 +50,21 @@ pub(super) fn share(base: &Path, name: &str, file: &str) -> Share {
         read_only: name == "ro",
         limit_bytes: (name == "lim").then_some(LIMIT),
         limit_files: None,
-        xattr: false,
+        xattr: name == "rw" || name == "ro",
         cache: name == "ro",
         guest_uid: GUEST_UID,
         guest_gid: GUEST_GID,
     }
+}
+
+/// The shares of a [`World`].
+pub(super) fn shares(base: &Path) -> Vec<Share> {
+    vec![
+        share(base, "rw", "rw"),
+        share(base, "ro", "ro"),
+        share(base, "lim", "lim"),
+        share(base, "single", "single.txt"),
+    ]
 }
 
 impl World {
@@ -58,6 +73,15 @@ impl World {
     }
 
     pub(super) fn with_limits(nodes: usize, handles: usize) -> Self {
+        // So few path descriptors that they are given up all the time.
+        Self::with(Limits {
+            nodes: node::Limits { nodes, soft: nodes, name_bytes: 1 << 20 },
+            handles: handle::Limits { handles, descriptors: handles },
+            paths: 2,
+        })
+    }
+
+    pub(super) fn with(limits: Limits) -> Self {
         let base = tempfile::tempdir().unwrap();
         let path = base.path();
         for folder in ["rw/sub", "ro/sub", "lim", "outside/sub"] {
@@ -79,22 +103,27 @@ impl World {
             )
             .unwrap();
         }
-        let shares = vec![
-            share(path, "rw", "rw"),
-            share(path, "ro", "ro"),
-            share(path, "lim", "lim"),
-            share(path, "single", "single.txt"),
-        ];
-        let server =
-            Server::with_limits(shares, open_path(Path::new("/proc")), nodes, handles).unwrap();
+        let shares = shares(path);
+        let server = Server::with_limits(shares, open_path(Path::new("/proc")), limits).unwrap();
         let before = protected(path);
         let mut world = Self { base, server, before };
         world.init();
         world
     }
 
+    /// Serves other shares of the same folders.
+    pub(super) fn serve(&mut self, shares: Vec<Share>) {
+        self.server = Server::new(shares, open_path(Path::new("/proc"))).unwrap();
+        self.init();
+    }
+
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.base.path().join(name)
+    }
+
+    /// Whether what must never change is as it was.
+    pub(super) fn is_protected(&self) -> bool {
+        self.before == protected(self.base.path())
     }
 
     /// What must never change has not.

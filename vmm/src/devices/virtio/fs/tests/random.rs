@@ -16,7 +16,7 @@ fn name() -> impl Strategy<Value = Vec<u8>> {
     prop_oneof![
         5 => prop::sample::select(vec![
             "a.txt", "sub", "link", "abs", "fifo", "new", "..", ".", "", "../outside",
-            "../outside/secret.txt", "/etc/passwd", "secret.txt", "rw", "ro", "lim", "single",
+            "../outside/secret.txt", "user.a", "security.capability", "/etc/passwd", "secret.txt", "rw", "ro", "lim", "single",
         ])
         .prop_map(|name| name.as_bytes().to_vec()),
         1 => prop::collection::vec(any::<u8>(), 0..300),
@@ -24,17 +24,17 @@ fn name() -> impl Strategy<Value = Vec<u8>> {
 }
 
 #[derive(Clone, Debug)]
-struct Message {
+pub(super) struct Message {
     op: u32,
     node: u64,
     /// Each as 4 or 8 bytes.
     fields: Vec<(u64, bool)>,
     names: Vec<Vec<u8>>,
     lie: Option<u32>,
-    room: usize,
+    pub(super) room: usize,
 }
 
-fn message() -> impl Strategy<Value = Message> {
+pub(super) fn message() -> impl Strategy<Value = Message> {
     (
         prop_oneof![20 => 1_u32..53, 1 => any::<u32>()],
         number(),
@@ -54,7 +54,7 @@ fn message() -> impl Strategy<Value = Message> {
 }
 
 impl Message {
-    fn bytes(&self) -> Vec<u8> {
+    pub(super) fn bytes(&self) -> Vec<u8> {
         let mut body = Vec::new();
         for (value, wide) in &self.fields {
             let value = value.to_le_bytes();
@@ -72,7 +72,7 @@ impl Message {
 }
 
 /// Messages with the right shape for their operation, so that more of them get far.
-fn shaped() -> impl Strategy<Value = Message> {
+pub(super) fn shaped() -> impl Strategy<Value = Message> {
     let fields: Vec<(u32, &[bool], usize)> = vec![
         (op::LOOKUP, &[], 1),
         (op::GETATTR, &[false, false, true], 0),
@@ -104,6 +104,14 @@ fn shaped() -> impl Strategy<Value = Message> {
         (op::FALLOCATE, &[true, true, true, false, false], 0),
         (op::LSEEK, &[true, true, false, false], 0),
         (op::COPY_FILE_RANGE, &[true, true, true, true, true, true, true], 0),
+        (op::WRITE, &[true, true, false, false, true, false, false], 1),
+        (op::SETXATTR, &[false, false], 2),
+        (op::GETXATTR, &[false, false], 1),
+        (op::LISTXATTR, &[false, false], 0),
+        (op::REMOVEXATTR, &[], 1),
+        (op::RELEASEDIR, &[true, false, false, true], 0),
+        (op::FSYNCDIR, &[true, false, false], 0),
+        (op::BATCH_FORGET, &[false, false, true, true, true, true], 0),
         (op::FORGET, &[true], 0),
         (op::STATFS, &[], 0),
     ];
