@@ -63,9 +63,10 @@ fn a_full_disk_of_the_host_is_an_io_error_and_the_guest_goes_on() {
         \x20os.sync()\n\
         name = os.path.expanduser('~/big')\n\
         put(name, 100 << 20)\n\
-        try: os.fsync(os.open(name, os.O_RDONLY))\n\
+        f = os.open(name, os.O_RDONLY)\n\
+        try: os.fsync(f)\n\
         except OSError as e: print(errno.errorcode[e.errno])\n\
-        os.remove(name); os.sync()\n\
+        os.close(f); os.remove(name); os.sync()\n\
         put(name + '2', 8 << 20)\n\
         f = os.open(name + '2', os.O_RDONLY); os.posix_fadvise(f, 0, 0, os.POSIX_FADV_DONTNEED)\n\
         print('and on', os.read(f, 8 << 20) == b'x' * (8 << 20))";
