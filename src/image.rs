@@ -20,8 +20,9 @@ const EROFS_MAGIC: u32 = 0xE0F5_E1E2;
 const EROFS_MAGIC_AT: u64 = 1024;
 /// Most bytes of a manifest, `kernel.json` or `agent.json`.
 const MAX_JSON: u64 = 4 << 20;
-/// Most layers: disks are `vdb` to `vdz`, less one for the scratch disk.
-const MAX_LAYERS: usize = 23;
+/// Most layers: a VM has 17 interrupt lines for devices (`VIRTIO_LINES` of `casulo-vmm`), of which boot volume,
+/// scratch disk, entropy, sockets, balloon and shares take one each.
+const MAX_LAYERS: usize = 11;
 /// Most remembered states of one file: it may be seen through several file systems.
 const MAX_REMEMBERED: usize = 8;
 

@@ -128,6 +128,38 @@ fn each_fault_of_a_layer_has_its_own_error() {
 }
 
 #[test]
+fn layers_in_the_place_of_each_other_are_found() {
+    let home = Home::new();
+    let layers = [erofs(1), erofs(2)];
+    home.add("base", &layers, |_| {});
+    // Each is a good layer of the right size, but not the one that the manifest means.
+    std::fs::write(home.layer(&layers[0]), &layers[1]).unwrap();
+    std::fs::write(home.layer(&layers[1]), &layers[0]).unwrap();
+    let image = home.store.open("base").unwrap();
+    for (candidate, (own, other)) in
+        image.layers.iter().zip([(&layers[0], &layers[1]), (&layers[1], &layers[0])])
+    {
+        let error = home.store.verify(candidate).unwrap_err();
+        let ImageError::Digest { expected, found, .. } = &error else { panic!("{error}") };
+        assert_eq!(*expected, hex(&Sha256::digest(own)));
+        assert_eq!(*found, hex(&Sha256::digest(other)));
+        assert!(error.to_string().contains("is damaged") && error.to_string().contains("again"));
+        assert!(!home.store.is_verified(candidate));
+    }
+}
+
+#[test]
+fn more_layers_than_a_machine_has_room_for_are_refused() {
+    let home = Home::new();
+    let layers: Vec<Vec<u8>> = (0..12).map(erofs).collect();
+    home.add("many", &layers, |_| {});
+    home.add("most", &layers[..11], |_| {});
+    assert_eq!(home.store.open("most").unwrap().layers.len(), 11);
+    let error = home.store.open("many").unwrap_err().to_string();
+    assert!(error.contains("12 layers, but 1 to 11 are allowed"), "{error}");
+}
+
+#[test]
 fn unknown_images_list_the_known_ones() {
     let home = Home::new();
     home.add("dev", &[erofs(1)], |_| {});

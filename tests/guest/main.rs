@@ -10,6 +10,7 @@ mod broken;
 mod code;
 mod compat;
 mod cpus;
+mod disks;
 mod embed;
 mod ending;
 mod errors;

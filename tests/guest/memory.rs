@@ -1,7 +1,7 @@
 //! Guest memory: how much there is, and that what the guest no longer needs goes back to the host.
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use crate::support::{
     Leftovers, assert_output, assert_refused, output, run, vmm_of, wait, wait_for,
@@ -10,15 +10,19 @@ use crate::support::{
 const MIB: u64 = 1 << 20;
 
 /// A Python program in a guest that does one step for each line it gets, and answers each.
-struct Steps {
+pub(crate) struct Steps {
     child: Child,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
 }
 
 impl Steps {
-    fn start(options: &[&str], program: &str) -> Self {
-        let mut command = run(options);
+    pub(crate) fn start(options: &[&str], program: &str) -> Self {
+        Self::start_by(run(options), program)
+    }
+
+    /// The same with a command that is at hand, up to its options.
+    pub(crate) fn start_by(mut command: Command, program: &str) -> Self {
         command.args(["--", "python3", "-u", "-c", program]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let stdin = child.stdin.take().unwrap();
@@ -26,23 +30,28 @@ impl Steps {
         Self { child, stdin, stdout }
     }
 
-    fn step(&mut self) -> String {
+    pub(crate) fn step(&mut self) -> String {
         self.stdin.write_all(b"\n").unwrap();
         let mut line = String::new();
         self.stdout.read_line(&mut line).unwrap();
         line.trim().to_owned()
     }
 
-    /// Bytes of memory that the VMM has, from `/proc/PID/status`.
-    fn resident(&self) -> u64 {
+    /// The VMM.
+    pub(crate) fn vmm(&self) -> u32 {
         let vmm = vmm_of(self.child.id());
         assert_eq!(vmm.len(), 1);
-        let status = std::fs::read_to_string(format!("/proc/{}/status", vmm[0])).unwrap();
+        vmm[0]
+    }
+
+    /// Bytes of memory that the VMM has, from `/proc/PID/status`.
+    fn resident(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.vmm())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
         line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() << 10
     }
 
-    fn finish(mut self) {
+    pub(crate) fn finish(mut self) {
         drop(self.stdin);
         assert!(wait(&mut self.child).success());
     }

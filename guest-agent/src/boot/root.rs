@@ -72,7 +72,8 @@ fn layers(arguments: BootArguments, stage: &str) -> Result<(), BootError> {
     if arguments.scratch {
         let (disk, folder) = (disk(arguments.layers), format!("{stage}/scratch"));
         make_folder(&folder, 0o755)?;
-        mount(&disk, &folder, "ext4", MountFlags::NOATIME, None)
+        // discard: what is deleted gives its blocks back to the host, of which the disk is a sparse file.
+        mount(&disk, &folder, "ext4", MountFlags::NOATIME, Some(c"discard"))
             .map_err(step(format!("mount the scratch disk from {disk}")))?;
     }
     Ok(())
