@@ -152,7 +152,10 @@ impl Machine {
         } else {
             self.transport.write(offset, bytes);
         }
-        self.settle();
+        // The worker hears of no other register.
+        if matches!(offset, register::STATUS | register::QUEUE_NOTIFY) {
+            self.settle();
+        }
         self.check_status();
     }
 
@@ -312,6 +315,30 @@ impl Machine {
                 Used { head: self.half(address), length }
             })
             .collect()
+    }
+
+    /// The first `length` bytes of the buffers of a chain, of which the first descriptor may be indirect.
+    pub fn chain_bytes(&self, queue: usize, head: u16, length: usize) -> Vec<u8> {
+        let Some(ring) = self.rings.get(queue) else { return Vec::new() };
+        let (mut table, mut index) = (ring.base, u64::from(head));
+        let mut bytes = Vec::new();
+        for _ in 0..16 {
+            let at = |offset| GuestAddress(table.wrapping_add(index * 16 + offset));
+            let address: u64 = self.memory.read_obj(at(0)).unwrap_or(0);
+            let size: u32 = self.memory.read_obj(at(8)).unwrap_or(0);
+            let flags: u16 = self.memory.read_obj(at(12)).unwrap_or(0);
+            let next: u16 = self.memory.read_obj(at(14)).unwrap_or(0);
+            if flags & INDIRECT != 0 {
+                (table, index) = (address, 0);
+                continue;
+            }
+            bytes.extend(self.bytes(address, (size as usize).min(length - bytes.len())));
+            if flags & NEXT == 0 || bytes.len() >= length {
+                break;
+            }
+            index = u64::from(next);
+        }
+        bytes
     }
 
     /// A well-formed request: parts for the device to read, then room for its answer. Gives the number of

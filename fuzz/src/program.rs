@@ -185,3 +185,27 @@ pub enum Op {
     /// Something with registers.
     Register(RegisterOp),
 }
+
+/// Bytes of a message.
+#[derive(Arbitrary, Clone, Debug)]
+pub enum Data {
+    /// These.
+    Bytes(Vec<u8>),
+    /// So many times the same.
+    Fill {
+        /// Which byte.
+        byte: u8,
+        /// How many.
+        length: u16,
+    },
+}
+
+impl Data {
+    /// The bytes.
+    pub fn bytes(&self) -> Vec<u8> {
+        match self {
+            Self::Bytes(bytes) => bytes.clone(),
+            Self::Fill { byte, length } => vec![*byte; usize::from(*length)],
+        }
+    }
+}

@@ -181,6 +181,8 @@ fn corpus(target: &str) -> Result<PathBuf> {
 fn fuzz(target: &str, seconds: u32) -> Result<()> {
     let mut command = command(target)?;
     command.arg(format!("-max_total_time={seconds}")).arg("-print_final_stats=1");
+    // Programs of a few dozen steps; the shortest first, but not for long.
+    command.args(["-max_len=1024", "-len_control=10"]);
     command.arg(grown(target)?).arg(corpus(target)?);
     let out = command
         .stdin(Stdio::null())
@@ -260,7 +262,7 @@ fn keep(target: &str) -> Result<()> {
     fs::create_dir_all(&new)?;
     let mut command = command(target)?;
     // Edges, not how often each was taken: a tenth of the files.
-    command.args(["-merge=1", "-use_counters=0", "-max_len=2048"]).arg(&new).arg(&old).arg(&grown);
+    command.args(["-merge=1", "-use_counters=0", "-max_len=1024"]).arg(&new).arg(&old).arg(&grown);
     sh::output(&mut command).with_context(|| format!("cannot minimise the corpus of {target}"))?;
     fs::remove_dir_all(&old)?;
     fs::rename(&new, &old)?;
