@@ -28,6 +28,9 @@ pub mod cli;
 pub mod emulated;
 mod error;
 mod events;
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub mod fuzzing;
 #[cfg(feature = "gateway")]
 pub mod gateway;
 pub mod image;

@@ -173,6 +173,8 @@ pub enum RegisterOp {
     },
     /// A reset, and all that a good driver does then.
     BringUp(Setup),
+    /// Not the driver's doing: the device is stopped, saved and goes on.
+    Save,
     /// A reset.
     Reset,
 }
