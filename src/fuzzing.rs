@@ -11,7 +11,7 @@ use tokio::net::UnixStream;
 use crate::agent::exec::{self, Progress, Stdio};
 use crate::agent::mcp::{CallError, Client};
 use crate::agent::{boot, quote};
-use crate::vm::control::Control;
+use crate::vm::control::{Control, End};
 
 /// The boot channel: the agent's greeting, and its answer to the host's orders.
 pub async fn boot<S: AsyncRead + AsyncWrite + Unpin>(mut channel: S) {
@@ -81,6 +81,9 @@ impl Vmm {
     /// Waits for the end that the messages lead to: the VMM's end of the socket must be closed.
     pub async fn end(self) {
         let _ = self.0.started().await;
-        let _ = self.0.end().await;
+        // What the other ends say is quoted where it is told.
+        if let End::Lost { reason } = self.0.end().await {
+            fit_to_print(&reason);
+        }
     }
 }
