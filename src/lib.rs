@@ -30,6 +30,9 @@ pub mod emulated;
 mod error;
 mod events;
 mod evidence;
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub mod fuzzing;
 #[cfg(feature = "gateway")]
 pub mod gateway;
 pub mod image;

@@ -2,6 +2,7 @@
 
 use std::alloc::System;
 use std::os::fd::AsRawFd;
+use std::sync::Once;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cap::Cap;
@@ -26,6 +27,15 @@ pub struct Limits {
 impl Limits {
     /// Limits from now on.
     pub fn new() -> Self {
+        static HOOK: Once = Once::new();
+        HOOK.call_once(|| {
+            let next = std::panic::take_hook();
+            std::panic::set_hook(Box::new(move |panic| {
+                // What tells of a panic needs memory.
+                let _ = HEAP.set_limit(usize::MAX);
+                next(panic);
+            }));
+        });
         let now = HEAP.allocated();
         let first = match FIRST.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed) {
             Ok(_) => now,

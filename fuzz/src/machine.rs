@@ -102,23 +102,16 @@ impl Machine {
             let size = NonZeroUsize::new(4096).expect("not zero");
             casulo_vmm::memory::map_pages(size).expect("a page")
         });
-        let sizes = device.queue_sizes();
         let line = Arc::new(EventFd::new(EFD_NONBLOCK).expect("an eventfd"));
-        let console = Console::default();
+        let (sizes, console) = (device.queue_sizes(), Console::default());
+        let (memory, pages) = (memory.clone(), pages.clone());
         let (transport, worker) =
-            MmioTransport::new(device, memory.clone(), pages.clone(), 0, line, console.clone())
+            MmioTransport::new(device, memory.clone(), pages, 0, line, console.clone())
                 .expect("a transport");
         let mut manager = EventManager::new_with_capacity(8).expect("an epoll set");
         manager.add_subscriber(worker);
         let rings = (0..sizes.len() as u64).map(Ring::new).collect();
-        Self {
-            memory: memory.clone(),
-            transport: Arc::new(transport),
-            manager,
-            console,
-            rings,
-            next_data: DATA,
-        }
+        Self { memory, transport: Arc::new(transport), manager, console, rings, next_data: DATA }
     }
 
     /// The device status register.
@@ -142,18 +135,38 @@ impl Machine {
     pub fn write(&mut self, offset: u64, bytes: &[u8]) {
         let is_reset = offset == register::STATUS && bytes == [0; 4];
         if is_reset && self.status() & DRIVER_OK != 0 {
-            // The transport waits for the worker, which is driven by this thread.
-            let transport = self.transport.clone();
-            let vcpu = Vcpu::get();
-            vcpu.run(Box::new(move || transport.write(register::STATUS, &[0; 4])));
-            while !vcpu.is_done() {
-                self.manager.run_with_timeout(0).expect("events");
-            }
+            self.aside(|transport| transport.write(register::STATUS, &[0; 4]));
         } else {
             self.transport.write(offset, bytes);
         }
-        self.settle();
+        // The worker hears of no other register.
+        if matches!(offset, register::STATUS | register::QUEUE_NOTIFY) {
+            self.settle();
+        }
         self.check_status();
+    }
+
+    /// Does something for which the transport waits for the worker, which is driven by this thread.
+    fn aside(&mut self, job: impl FnOnce(&MmioTransport) + Send + 'static) {
+        let transport = self.transport.clone();
+        let vcpu = Vcpu::get();
+        vcpu.run(Box::new(move || job(&transport)));
+        while !vcpu.is_done() {
+            self.manager.run_with_timeout(0).expect("events");
+        }
+    }
+
+    /// Stops the device, saves its state and lets it go on. A device may refuse to be saved.
+    pub fn save(&mut self) {
+        self.aside(|transport| {
+            if transport.pause().is_ok() {
+                let saved = transport.save();
+                saved.iter().for_each(|state| assert!(serde_json::to_vec(state).is_ok()));
+            }
+            // Told to the driver by the status.
+            let _ = transport.resume();
+        });
+        self.settle();
     }
 
     /// Runs the worker until there is nothing to do.
@@ -182,6 +195,12 @@ impl Machine {
     /// Resets the device and does what a good driver does.
     pub fn bring_up(&mut self, setup: &Setup) {
         self.set(register::STATUS, 0);
+        // The transport does not wait for ever, and this thread may have to wait for a processor.
+        for _ in 0..5 {
+            if self.status() != 0 {
+                self.set(register::STATUS, 0);
+            }
+        }
         assert_eq!(self.status(), 0, "a reset");
         self.set(register::STATUS, ACKNOWLEDGE);
         self.set(register::STATUS, ACKNOWLEDGE | DRIVER);
@@ -314,6 +333,30 @@ impl Machine {
             .collect()
     }
 
+    /// The first `length` bytes of the buffers of a chain, of which the first descriptor may be indirect.
+    pub fn chain_bytes(&self, queue: usize, head: u16, length: usize) -> Vec<u8> {
+        let Some(ring) = self.rings.get(queue) else { return Vec::new() };
+        let (mut table, mut index) = (ring.base, u64::from(head));
+        let mut bytes = Vec::new();
+        for _ in 0..16 {
+            let at = |offset| GuestAddress(table.wrapping_add(index * 16 + offset));
+            let address: u64 = self.memory.read_obj(at(0)).unwrap_or(0);
+            let size: u32 = self.memory.read_obj(at(8)).unwrap_or(0);
+            let flags: u16 = self.memory.read_obj(at(12)).unwrap_or(0);
+            let next: u16 = self.memory.read_obj(at(14)).unwrap_or(0);
+            if flags & INDIRECT != 0 {
+                (table, index) = (address, 0);
+                continue;
+            }
+            bytes.extend(self.bytes(address, (size as usize).min(length - bytes.len())));
+            if flags & NEXT == 0 || bytes.len() >= length {
+                break;
+            }
+            index = u64::from(next);
+        }
+        bytes
+    }
+
     /// A well-formed request: parts for the device to read, then room for its answer. Gives the number of
     /// bytes written and the answer's room (of each piece at most 64 KiB), or `None` if the device did not
     /// use the chain.
@@ -325,12 +368,13 @@ impl Machine {
         indirect: bool,
     ) -> Option<(u32, Vec<u8>)> {
         let mut buffers = Vec::new();
-        for part in parts {
+        // A good driver offers no empty buffers.
+        for part in parts.iter().filter(|part| !part.is_empty()) {
             let address = self.room(part.len() as u32);
             self.place(address, part);
             buffers.push((address, part.len() as u32, false));
         }
-        for length in rooms {
+        for length in rooms.iter().filter(|length| **length > 0) {
             buffers.push((self.room(*length), *length, true));
         }
         self.used(queue);
@@ -419,6 +463,7 @@ impl Machine {
                 self.queue(u32::from(*size), desc.address(), avail.address(), used.address());
             }
             RegisterOp::BringUp(setup) => self.bring_up(setup),
+            RegisterOp::Save => self.save(),
             RegisterOp::Reset => self.set(register::STATUS, 0),
         }
     }
@@ -467,7 +512,7 @@ static ZEROS: [u8; 0x3_0000] = [0; 0x3_0000];
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread for the one register write that waits for the worker.
+/// A thread for what waits for the worker.
 struct Vcpu {
     jobs: Sender<Job>,
     done: Receiver<()>,

@@ -173,6 +173,8 @@ pub enum RegisterOp {
     },
     /// A reset, and all that a good driver does then.
     BringUp(Setup),
+    /// Not the driver's doing: the device is stopped, saved and goes on.
+    Save,
     /// A reset.
     Reset,
 }
@@ -184,4 +186,28 @@ pub enum Op {
     Queue(QueueOp),
     /// Something with registers.
     Register(RegisterOp),
+}
+
+/// Bytes of a message.
+#[derive(Arbitrary, Clone, Debug)]
+pub enum Data {
+    /// These.
+    Bytes(Vec<u8>),
+    /// So many times the same.
+    Fill {
+        /// Which byte.
+        byte: u8,
+        /// How many.
+        length: u16,
+    },
+}
+
+impl Data {
+    /// The bytes.
+    pub fn bytes(&self) -> Vec<u8> {
+        match self {
+            Self::Bytes(bytes) => bytes.clone(),
+            Self::Fill { byte, length } => vec![*byte; usize::from(*length)],
+        }
+    }
 }

@@ -61,8 +61,10 @@ async fn line<S: AsyncRead + Unpin, T: DeserializeOwned>(channel: &mut S) -> io:
     if !reader.buffer().is_empty() {
         return Err(io::Error::other("the guest agent spoke out of turn"));
     }
-    serde_json::from_slice(&text)
-        .map_err(|e| io::Error::other(format!("the guest agent's line is not understood: {e}")))
+    // What is not understood may be repeated in the error, at any length.
+    serde_json::from_slice(&text).map_err(|e| {
+        io::Error::other(quote(&format!("the guest agent's line is not understood: {e}")))
+    })
 }
 
 #[cfg(test)]
@@ -102,6 +104,9 @@ mod tests {
         for bytes in [b"".as_slice(), b"{}\n", b"\xff\xff\n", b"no end", b"{}\n{}\n"] {
             assert!(said(bytes).await.is_err());
         }
+        let long = format!("{{\"protocol\":\"{}\"}}\n", "long".repeat(10_000));
+        let error = said(long.as_bytes()).await.unwrap_err().to_string();
+        assert!(error.contains("longlong") && error.len() <= 2000, "{} bytes", error.len());
         assert!(said(&vec![b'x'; MAX_LINE + 10]).await.unwrap_err().to_string().contains("long"));
     }
 

@@ -74,8 +74,10 @@ fn parse<T: DeserializeOwned>(result: CallToolResult) -> Result<T, CallError> {
     let value = result
         .structured_content
         .ok_or_else(|| CallError::Lost("the guest agent's answer has no content".into()))?;
-    serde_json::from_value(value)
-        .map_err(|e| CallError::Lost(format!("the guest agent's answer is not understood: {e}")))
+    // What is not understood may be repeated in the error, at any length.
+    serde_json::from_value(value).map_err(|e| {
+        CallError::Lost(quote(&format!("the guest agent's answer is not understood: {e}")))
+    })
 }
 
 #[cfg(test)]
@@ -134,6 +136,12 @@ mod tests {
         ] {
             assert!(matches!(call(answer).await.0, Err(CallError::Lost(_))));
         }
+        let long = format!(
+            r#"{{"jsonrpc":"2.0","id":ID,"result":{{"resultType":"complete","content":[],"structuredContent":{{"size":"{}"}}}}}}"#,
+            "long".repeat(100_000)
+        );
+        let Err(CallError::Lost(text)) = call(&long).await.0 else { panic!() };
+        assert!(text.contains("longlong") && text.len() <= 2000, "{} bytes", text.len());
         let (ours, theirs) = UnixStream::pair().unwrap();
         drop(theirs);
         let client = Client::new(ours);

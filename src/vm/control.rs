@@ -23,6 +23,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::AbortHandle;
 
 use super::watched;
+use crate::agent::quote;
 
 /// Most accepted connections that wait to be taken.
 const BACKLOG: usize = 16;
@@ -260,12 +261,12 @@ async fn pump(
         let (message, fd) = match receive(&shared.socket).await {
             Ok(Some(packet)) => packet,
             Ok(None) => break End::Lost { reason: "the VMM ended without a word".into() },
-            Err(e) => break End::Lost { reason: format!("the VMM broke the protocol: {e}") },
+            Err(e) => break broken(&e),
         };
         match handle(&shared, message, fd, &status, &accepted) {
             Ok(None) => {}
             Ok(Some(end)) => break end,
-            Err(e) => break End::Lost { reason: format!("the VMM broke the protocol: {e}") },
+            Err(e) => break broken(&e),
         }
     };
     status.send_replace(Status::Ended(end));
@@ -275,6 +276,11 @@ async fn pump(
     state.reports.clear();
     state.record.waiting.clear();
     state.diagnoses.clear();
+}
+
+/// The end of a VM whose VMM may be its guest by now: the error may repeat what it said.
+fn broken(error: &io::Error) -> End {
+    End::Lost { reason: quote(&format!("the VMM broke the protocol: {error}")) }
 }
 
 fn handle(
@@ -524,12 +530,14 @@ mod tests {
     #[tokio::test]
     async fn a_broken_message_ends_the_vm_only() {
         let too_long = vec![b' '; MAX_PACKET + 1];
-        let wrong: [&[u8]; 4] = [b"nonsense", b"{\"message\":\"rule\"}", b"\xff\xfe", &too_long];
+        let unknown = format!("{{\"message\":\"\\u001b[2J{}\"}}", "rule".repeat(2000));
+        let wrong: [&[u8]; 4] = [b"nonsense", unknown.as_bytes(), b"\xff\xfe", &too_long];
         for packet in wrong {
             let (control, peer, _accepted) = pair();
             peer.raw(packet, &[]);
             let end = tokio::time::timeout(std::time::Duration::from_secs(5), control.end()).await;
-            assert!(matches!(end, Ok(End::Lost { .. })), "{:?}", packet.get(..20));
+            let Ok(End::Lost { reason }) = end else { panic!("{:?}", packet.get(..20)) };
+            assert!(!reason.contains('\u{1b}') && reason.len() <= 2000, "{reason}");
         }
         let (control, peer, _accepted) = pair();
         peer.send(&Message::Accepted { port: 1 }, &[]);

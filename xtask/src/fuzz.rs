@@ -170,18 +170,46 @@ fn grown(target: &str) -> Result<PathBuf> {
     Ok(grown)
 }
 
-/// Inputs of the checkout; none for a new target.
-fn corpus(target: &str) -> Result<PathBuf> {
-    let corpus = folder().join("corpus").join(target);
-    fs::create_dir_all(&corpus).with_context(|| format!("cannot make {}", corpus.display()))?;
-    Ok(corpus)
+/// The checkout's inputs of a target: a line of hex for each, so that a change of them can be read.
+fn corpus(target: &str) -> PathBuf {
+    folder().join("corpus").join(format!("{target}.hex"))
+}
+
+/// The checkout's inputs as files, as the target wants them; none for a new target.
+fn unpacked(target: &str) -> Result<tempfile::TempDir> {
+    let path = corpus(target);
+    let text = if path.exists() { fs::read_to_string(&path) } else { Ok(String::new()) };
+    let text = text.with_context(|| format!("cannot read {}", path.display()))?;
+    let folder = tempfile::tempdir()?;
+    for (number, line) in text.lines().enumerate() {
+        let input = from_hex(line)
+            .with_context(|| format!("{}: line {} is no hex", path.display(), number + 1))?;
+        fs::write(folder.path().join(number.to_string()), input)?;
+    }
+    Ok(folder)
+}
+
+fn from_hex(line: &str) -> Option<Vec<u8>> {
+    let digits: Option<Vec<u32>> = line.chars().map(|digit| digit.to_digit(16)).collect();
+    let digits = digits.filter(|digits| digits.len().is_multiple_of(2))?;
+    digits
+        .chunks_exact(2)
+        .map(|pair| u8::try_from(pair.iter().fold(0, |byte, digit| byte * 16 + digit)).ok())
+        .collect()
+}
+
+fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Runs a target for a time and prints a line about it.
 fn fuzz(target: &str, seconds: u32) -> Result<()> {
     let mut command = command(target)?;
     command.arg(format!("-max_total_time={seconds}")).arg("-print_final_stats=1");
-    command.arg(grown(target)?).arg(corpus(target)?);
+    // Programs of a few dozen steps; the shortest first, but not for long.
+    command.args(["-max_len=1024", "-len_control=10"]);
+    let unpacked = unpacked(target)?;
+    command.arg(grown(target)?).arg(unpacked.path());
     let out = command
         .stdin(Stdio::null())
         .output()
@@ -252,20 +280,22 @@ impl Seen {
 
 /// Replaces the checkout's corpus by the fewest inputs that reach the same code, new ones included.
 fn keep(target: &str) -> Result<()> {
-    let (old, grown) = (corpus(target)?, grown(target)?);
-    let new = old.with_extension("new");
-    if new.exists() {
-        fs::remove_dir_all(&new)?;
-    }
-    fs::create_dir_all(&new)?;
+    let (old, new) = (unpacked(target)?, tempfile::tempdir()?);
     let mut command = command(target)?;
-    // Edges, not how often each was taken: a tenth of the files.
-    command.args(["-merge=1", "-use_counters=0", "-max_len=2048"]).arg(&new).arg(&old).arg(&grown);
+    // Edges, not how often each was taken: a tenth of the inputs.
+    command.args(["-merge=1", "-use_counters=0", "-max_len=1024"]);
+    command.arg(new.path()).arg(old.path()).arg(grown(target)?);
     sh::output(&mut command).with_context(|| format!("cannot minimise the corpus of {target}"))?;
-    fs::remove_dir_all(&old)?;
-    fs::rename(&new, &old)?;
-    let count = fs::read_dir(&old)?.count();
-    eprintln!("  {target:<10} {count} inputs in {}", old.display());
+    let mut lines = Vec::new();
+    for entry in fs::read_dir(new.path())? {
+        lines.push(to_hex(&fs::read(entry?.path())?));
+    }
+    // The shortest first, as the target runs them.
+    lines.sort_by_key(|line| (line.len(), line.clone()));
+    let path = corpus(target);
+    let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
+    fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    eprintln!("  {target:<10} {} inputs in {}", lines.len(), path.display());
     Ok(())
 }
 
@@ -294,14 +324,22 @@ mod tests {
     }
 
     #[test]
+    fn inputs_survive_the_corpus_file() {
+        assert_eq!(from_hex(&to_hex(&[0, 9, 0xa0, 0xff])), Some(vec![0, 9, 0xa0, 0xff]));
+        assert_eq!(from_hex(""), Some(Vec::new()));
+        assert_eq!(from_hex("abc"), None);
+        assert_eq!(from_hex("zz"), None);
+    }
+
+    #[test]
     fn every_target_has_its_source_and_a_corpus() {
         let targets = targets().unwrap();
         assert!(targets.contains(&"transport".to_owned()));
         for target in targets {
             let source = folder().join("fuzz_targets").join(format!("{target}.rs"));
             assert!(source.exists(), "{}", source.display());
-            let corpus = folder().join("corpus").join(&target);
-            assert!(fs::read_dir(&corpus).unwrap().count() > 0, "{}", corpus.display());
+            let inputs = unpacked(&target).unwrap();
+            assert!(fs::read_dir(inputs.path()).unwrap().count() > 10, "{target}");
         }
     }
 }
