@@ -20,3 +20,4 @@ mod output;
 mod run;
 mod shares;
 mod support;
+mod tools;
