@@ -3,6 +3,7 @@
 //! Everything the VM needs is opened and checked before its process exists; then the VMM is spawned,
 //! gets the descriptors, and boots (see [`crate::boot`]).
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -156,6 +157,7 @@ impl Runtime {
             client,
             channel,
             manifest: prepared.manifest,
+            targets: targets(&prepared.shares),
             outputs,
             writable,
             emulated: self.config.emulated,
@@ -280,10 +282,9 @@ fn config<'a>(spec: &SandboxSpec, prepared: &'a Prepared) -> (VmConfig, Vec<Borr
                 fd: add(&share.root),
                 read_only: share.mount.read_only,
                 limit_bytes: share.limit_bytes,
-                limit_files: None,
-                xattr: false,
-                // The host may look at and change its folders while the sandbox runs.
-                cache: false,
+                limit_files: share.limit_files,
+                xattr: spec.share_xattr,
+                cache: share.cache,
                 guest_uid: GUEST_ID,
                 guest_gid: GUEST_ID,
             })
@@ -291,6 +292,11 @@ fn config<'a>(spec: &SandboxSpec, prepared: &'a Prepared) -> (VmConfig, Vec<Borr
         listen: vec![BOOT_PORT],
     };
     (config, fds)
+}
+
+/// The name of each share and its place in the guest.
+fn targets(shares: &[Share]) -> BTreeMap<String, String> {
+    shares.iter().map(|s| (s.mount.share.clone(), s.mount.target.clone())).collect()
 }
 
 fn personal(spec: &SandboxSpec, prepared: &Prepared) -> Result<Personalise, Error> {

@@ -1,5 +1,6 @@
 //! A running microVM: runs commands, answers for its files, and is gone when it is dropped.
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +12,7 @@ use casulo_protocol::agent::{
 };
 use casulo_protocol::event::{Event, Phase};
 use casulo_protocol::image::Manifest;
-use casulo_protocol::result::{HostKind, RunResult};
+use casulo_protocol::result::{FileUse, HostKind, RunResult};
 use casulo_protocol::spec::{OUTPUT_PATH, RunSpec};
 use casulo_protocol::stream::Channel;
 use casulo_protocol::vmm::{Counters, FileRecord};
@@ -64,6 +65,8 @@ pub(crate) struct Parts {
     /// The boot channel, which stays open for the life of the VM.
     pub(crate) channel: UnixStream,
     pub(crate) manifest: Manifest,
+    /// Names and places in the guest of the shares.
+    pub(crate) targets: BTreeMap<String, String>,
     pub(crate) outputs: Outputs,
     /// Whether the guest may write to any share.
     pub(crate) writable: bool,
@@ -87,6 +90,7 @@ pub struct Sandbox {
     manifest: Manifest,
     /// The output folder as the guest sees it.
     output: Option<OwnedFd>,
+    targets: BTreeMap<String, String>,
     /// Until the sandbox is closed.
     outputs: Mutex<Option<Outputs>>,
     writable: bool,
@@ -107,6 +111,7 @@ impl Sandbox {
             _channel: parts.channel,
             manifest: parts.manifest,
             output,
+            targets: parts.targets,
             outputs: Mutex::new((!parts.outputs.is_empty()).then_some(parts.outputs)),
             writable: parts.writable,
             emulated: parts.emulated,
@@ -308,7 +313,8 @@ impl Sandbox {
     /// # Errors
     /// A writable folder could not be looked at; what it holds may not be safe to read.
     pub async fn close(&self, files: Files) -> Result<Output, Error> {
-        self.kill();
+        // Asked for while the VM is there to answer.
+        self.record().await;
         let output = self.finish(files).await;
         // An error here means that the runtime ends.
         let _ = self.ended.readable().await;
@@ -318,6 +324,9 @@ impl Sandbox {
     /// As [`Self::close`], but waits for the end of the process only when something could still be
     /// written.
     pub(crate) async fn finish(&self, files: Files) -> Result<Output, Error> {
+        if files == Files::List {
+            self.record().await;
+        }
         self.kill();
         let outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(outputs) = outputs else { return Ok(Output::default()) };
@@ -327,6 +336,33 @@ impl Sandbox {
         tokio::task::spawn_blocking(move || outputs.finish(files == Files::List))
             .await
             .map_err(|e| failed(std::io::Error::other(e)))?
+    }
+
+    /// Which files of the shares the guest has read and written so far, and how often it opened others for
+    /// which the record had no room. `None` when the VM has ended without saying.
+    pub async fn file_uses(&self) -> Option<(Vec<FileUse>, u64)> {
+        if self.targets.is_empty() {
+            return Some((Vec::new(), 0));
+        }
+        let record = tokio::time::timeout(self.grace(), self.control.files()).await.ok()?.ok()?;
+        let uses = record.files.into_iter().map(|one| {
+            let target = self.targets.get(&one.share).cloned().unwrap_or(one.share);
+            let path = if one.path.is_empty() { target } else { format!("{target}/{}", one.path) };
+            FileUse::new(path, one.read, one.written, one.changed)
+        });
+        Some((uses.collect(), record.left_out))
+    }
+
+    /// Tells which files were read and written, the first time that the sandbox is ended.
+    async fn record(&self) {
+        if self.killed.load(Ordering::Relaxed) {
+            return;
+        }
+        if let Some((files, left_out)) = self.file_uses().await
+            && !files.is_empty()
+        {
+            self.log.push(Event::Files { at_us: self.log.now_us(), files, left_out });
+        }
     }
 
     fn grace(&self) -> Duration {

@@ -123,6 +123,18 @@ pub enum ShareError {
     },
 }
 
+impl Share {
+    fn new(mount: Mount, root: OwnedFd) -> Self {
+        Self { mount, root, limit_bytes: None, limit_files: None, cache: false }
+    }
+
+    fn limited(mut self, spec: &SandboxSpec) -> Self {
+        self.limit_bytes = Some(spec.output_limit);
+        self.limit_files = spec.output_files;
+        self
+    }
+}
+
 impl ShareError {
     pub(crate) fn io(path: &Path, source: std::io::Error) -> Self {
         Self::Io { path: path.to_owned(), source }
@@ -138,6 +150,10 @@ pub(crate) struct Share {
     pub(crate) root: OwnedFd,
     /// Most bytes that may be added.
     pub(crate) limit_bytes: Option<u64>,
+    /// Most names that may be added.
+    pub(crate) limit_files: Option<u64>,
+    /// Whether nobody but the guest changes it while the sandbox runs.
+    pub(crate) cache: bool,
 }
 
 /// Opens and checks every share of a sandbox: input, output, then the rest in the order in which the
@@ -157,7 +173,7 @@ pub(crate) fn open_all(spec: &SandboxSpec, own: &[&Path]) -> Result<Vec<Share>, 
         check(&root, path)?;
         let target = if file { file_target(path)? } else { INPUT_PATH.to_owned() };
         let mount = Mount { share: "input".into(), target, read_only: true, file };
-        shares.push(Share { mount, root, limit_bytes: None });
+        shares.push(Share::new(mount, root));
     }
     if let Some(path) = &spec.output {
         make_output(path)?;
@@ -172,7 +188,7 @@ pub(crate) fn open_all(spec: &SandboxSpec, own: &[&Path]) -> Result<Vec<Share>, 
             read_only: false,
             file: false,
         };
-        shares.push(Share { mount, root, limit_bytes: Some(spec.output_limit) });
+        shares.push(Share::new(mount, root).limited(spec));
     }
     let mut rest: Vec<_> = spec.shares.iter().enumerate().collect();
     // The guest mounts them in this order: a place below another one comes later, or it would be hidden.
@@ -187,8 +203,8 @@ pub(crate) fn open_all(spec: &SandboxSpec, own: &[&Path]) -> Result<Vec<Share>, 
             read_only: !share.writable,
             file,
         };
-        let limit_bytes = share.writable.then_some(spec.output_limit);
-        shares.push(Share { mount, root, limit_bytes });
+        let checked = Share::new(mount, root);
+        shares.push(if share.writable { checked.limited(spec) } else { checked });
     }
     if shares.len() > MAX_SHARES {
         return Err(ShareError::TooMany(shares.len()));
@@ -199,7 +215,7 @@ pub(crate) fn open_all(spec: &SandboxSpec, own: &[&Path]) -> Result<Vec<Share>, 
             return Err(ShareError::Target { target, reason: "two shares have this place" });
         }
     }
-    check_together(&shares, own)?;
+    check_together(&mut shares, spec.input_live, own)?;
     Ok(shares)
 }
 
@@ -208,7 +224,10 @@ pub(crate) fn open_all(spec: &SandboxSpec, own: &[&Path]) -> Result<Vec<Share>, 
 /// A folder that is writable may lie in one that is not (`--input . --output out`), but nothing may be
 /// shared a second time within a writable one: what is read-only would be writable all the same, and
 /// what is limited would be counted twice.
-fn check_together(shares: &[Share], own: &[&Path]) -> Result<(), ShareError> {
+///
+/// A read-only share is taken for one that nobody changes, unless it is said to be `live` or holds a
+/// writable one.
+fn check_together(shares: &mut [Share], live: bool, own: &[&Path]) -> Result<(), ShareError> {
     let real = |share: &Share| {
         let path = std::fs::read_link(fd_path(&share.root));
         path.map_err(|e| ShareError::io(Path::new(&share.mount.target), e))
@@ -231,6 +250,12 @@ fn check_together(shares: &[Share], own: &[&Path]) -> Result<(), ShareError> {
                 return Err(ShareError::Own { path: writable.clone(), own });
             }
         }
+    }
+    let writable: Vec<bool> = shares.iter().map(|share| !share.mount.read_only).collect();
+    for (share, (path, _)) in shares.iter_mut().zip(&all) {
+        let mut inner = all.iter().zip(&writable).filter(|(_, writable)| **writable);
+        let changes = inner.any(|((inner, _), _)| inner.starts_with(path));
+        share.cache = share.mount.read_only && !live && !changes;
     }
     Ok(())
 }
@@ -584,8 +609,15 @@ mod tests {
         assert!(overlap(both("a/file", "a")));
         std::os::unix::fs::symlink(at("a"), at("alias")).unwrap();
         assert!(overlap(both("alias", "a")));
-        // The usual way to work in a project.
-        assert!(both("a", "a/b").is_ok());
+        // The usual way to work in a project: then the input changes.
+        let shares = both("a", "a/b").unwrap();
+        assert_eq!(shares.iter().map(|s| s.cache).collect::<Vec<_>>(), [false, false]);
+        std::fs::create_dir(at("c")).unwrap();
+        let shares = both("a", "c").unwrap();
+        assert_eq!(shares.iter().map(|s| s.cache).collect::<Vec<_>>(), [true, false]);
+        let mut live = input(at("a"));
+        live.input_live = true;
+        assert!(!open_all(&live, &[]).unwrap()[0].cache);
         // The same twice, read-only, does no harm.
         let mut spec = input(at("a"));
         spec.shares.push(ShareSpec { host: at("a"), guest: "/again".into(), writable: false });

@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::result::FileUse;
 use crate::vmm::Counters;
 
 /// Something that happened to a sandbox.
@@ -28,6 +29,15 @@ pub enum Event {
         at_us: u64,
         /// Exit status, if it exited.
         exit_code: Option<i32>,
+    },
+    /// Which files of the shares the guest has read and written, once, when the sandbox ends.
+    Files {
+        /// Microseconds since the sandbox was asked for.
+        at_us: u64,
+        /// At most 4,096, in the order in which the guest first opened them.
+        files: Vec<FileUse>,
+        /// How often others were opened, for which there was no room.
+        left_out: u64,
     },
     /// What the VM cost.
     Counters(Counters),

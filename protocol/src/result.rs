@@ -41,6 +41,13 @@ pub struct RunResult {
     /// Further changes for which `files` has no room.
     #[serde(skip_serializing_if = "is_zero", default)]
     pub files_omitted: u64,
+    /// Which files of the shares the guest has read and written, in the order in which it first opened
+    /// them; at most 4,096.
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    pub accessed: Vec<FileUse>,
+    /// How often others were opened, for which `accessed` has no room.
+    #[serde(skip_serializing_if = "is_zero", default)]
+    pub accessed_omitted: u64,
     /// What was not let out because it would be dangerous to meet, sorted by share and path.
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
     pub rejected: Vec<Rejected>,
@@ -77,6 +84,8 @@ impl RunResult {
             host: HostKind::Native,
             files: Vec::new(),
             files_omitted: 0,
+            accessed: Vec::new(),
+            accessed_omitted: 0,
             rejected: Vec::new(),
             rejected_omitted: 0,
             withheld: 0,
@@ -145,6 +154,28 @@ impl FileChange {
     /// A change without a digest.
     pub fn new(path: String, kind: FileKind, size: u64, change: Change) -> Self {
         Self { path, kind, size, sha256: None, change }
+    }
+}
+
+/// What a guest has done with one file of a share.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[non_exhaustive]
+pub struct FileUse {
+    /// Path in the guest when the file was first opened; bytes that are not UTF-8 are replaced.
+    pub path: String,
+    /// Bytes that the guest has fetched. Its kernel reads ahead, and reads again from its cache without
+    /// asking: so this may be more or less than its programs have read.
+    pub read: u64,
+    /// Bytes that the guest has written.
+    pub written: u64,
+    /// Whether the guest made it, wrote to it or changed its size.
+    pub changed: bool,
+}
+
+impl FileUse {
+    /// A file that was opened.
+    pub fn new(path: String, read: u64, written: u64, changed: bool) -> Self {
+        Self { path, read, written, changed }
     }
 }
 

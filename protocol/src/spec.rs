@@ -36,6 +36,14 @@ pub struct SandboxSpec {
     pub output: Option<PathBuf>,
     /// Most bytes that may be added to the output folder.
     pub output_limit: u64,
+    /// Most names (files, folders, links) that may be added to the output folder; `None`: as many as the
+    /// bytes allow, 4 KiB each.
+    pub output_files: Option<u64>,
+    /// Whether the host changes read-only shares while the sandbox runs: then the guest asks again
+    /// instead of trusting what it has read. Slower.
+    pub input_live: bool,
+    /// Whether extended attributes `user.*` of files in shares are shown and kept.
+    pub share_xattr: bool,
     /// Which symbolic links may stay in writable shares.
     pub output_links: OutputLinks,
     /// Patterns of the files to release into the output folder; empty: the guest writes to the output
@@ -72,6 +80,9 @@ impl Default for SandboxSpec {
             input: None,
             output: None,
             output_limit: DEFAULT_OUTPUT_LIMIT,
+            output_files: None,
+            input_live: false,
+            share_xattr: false,
             output_links: OutputLinks::Inside,
             artifacts: Vec::new(),
             shares: Vec::new(),

@@ -126,10 +126,25 @@ fn look(config: &RuntimeConfig) -> Vec<Finding> {
         });
     }
     list.extend(disk(&home));
+    list.extend(shares_here());
     if emulated::is_emulated() {
         list.push(ok("host", "emulated: for development only".into()));
     }
     list
+}
+
+/// What a share of the current folder would lack.
+fn shares_here() -> Option<Finding> {
+    let here = std::fs::File::open(".").ok()?;
+    crate::output::is_9p(&here).then(|| Finding {
+        name: "shares",
+        state: State::Warning,
+        detail: "the current folder lies on 9p: shares of it have no sockets, FIFOs and device files, \
+                 no exchanging rename, no holes punched into files, no attributes of an open file that \
+                 was removed, and locks that no other machine sees"
+            .into(),
+        fix: Some("share folders of a tmpfs or of a disk".into()),
+    })
 }
 
 /// Space on the disk of the home folder, or of its nearest parent that exists.

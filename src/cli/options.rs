@@ -31,6 +31,15 @@ pub(crate) struct SandboxOptions {
     /// Most bytes that may be added to the output folder; K, M, G for KiB, MiB, GiB
     #[arg(long, default_value = "1G", value_parser = bytes, value_name = "BYTES")]
     pub(crate) output_limit: u64,
+    /// Most files, folders and links that may be added to the output folder
+    #[arg(long, value_name = "N")]
+    pub(crate) output_files: Option<u64>,
+    /// Look again at what the host changes in read-only shares while the task runs; slower
+    #[arg(long)]
+    pub(crate) input_live: bool,
+    /// Show and keep extended attributes (user.*) of files in shares
+    #[arg(long)]
+    pub(crate) share_xattr: bool,
     /// Which symbolic links may stay in the output folder and other writable shares; `inside`: those
     /// that do not lead out of it
     #[arg(long, value_enum, default_value_t = Links::Inside, value_name = "WHICH")]
@@ -94,6 +103,9 @@ impl SandboxOptions {
         spec.input.clone_from(&self.input);
         spec.output.clone_from(&self.output);
         spec.output_limit = self.output_limit;
+        spec.output_files = self.output_files;
+        spec.input_live = self.input_live;
+        spec.share_xattr = self.share_xattr;
         spec.output_links = match self.output_links {
             Links::Inside => OutputLinks::Inside,
             Links::All => OutputLinks::All,

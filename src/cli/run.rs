@@ -215,11 +215,17 @@ async fn finish(args: &Args, sandbox: Sandbox, outcome: Outcome) -> u8 {
         let teardown_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
         print_timings(args, &sandbox.events(), teardown_us);
     }
+    let sandbox_events = if args.json { sandbox.events() } else { Vec::new() };
     // The kernel needs a while to free the VM; nobody waits for that.
     std::mem::forget(sandbox);
     match (outcome, output) {
         (Outcome::Done(mut result), Ok(output)) => {
             output.add_to(&mut result);
+            for event in sandbox_events {
+                if let Event::Files { files, left_out, .. } = event {
+                    (result.accessed, result.accessed_omitted) = (files, left_out);
+                }
+            }
             if !args.json {
                 tell(&result);
             }
@@ -256,7 +262,9 @@ fn tell(result: &RunResult) {
         complain("the guest ran out of memory; give it more with --memory");
     }
     if result.output_limit_hit {
-        complain("the limit of the output folder (--output-limit), or its disk, was reached");
+        complain(
+            "a limit of the output folder (--output-limit, --output-files), or its disk, was reached",
+        );
     }
     tell_output(&result.rejected, result.rejected_omitted);
 }

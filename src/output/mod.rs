@@ -84,6 +84,8 @@ impl Outputs {
                     let staging = Staging::new(output, patterns.clone()).map_err(failed)?;
                     share.root = staging.root().try_clone().map_err(failed)?;
                     outputs.staging = Some(staging);
+                    // Nobody else knows it.
+                    share.cache = true;
                 }
                 outputs._lock = Some(lock);
             }

@@ -21,4 +21,5 @@ mod output;
 mod run;
 mod shares;
 mod support;
+mod tools;
 mod vsock;

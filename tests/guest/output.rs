@@ -212,3 +212,70 @@ fn two_tasks_do_not_share_an_output_folder_by_accident() {
     child.kill().unwrap();
     child.wait().unwrap();
 }
+
+#[test]
+fn the_record_says_what_was_read_and_written() {
+    let (input, out) = (folder(), folder());
+    fs::write(input.path().join("data"), vec![b'x'; 100_000]).unwrap();
+    fs::write(input.path().join("unread"), "x").unwrap();
+    let script =
+        "wc -c < /workspace/input/data; printf 12345 > made; ls /workspace/input > /dev/null";
+    let out = output(run([
+        "--json",
+        "--input",
+        text(input.path()),
+        "--output",
+        text(out.path()),
+        "--",
+        "sh",
+        "-c",
+        script,
+    ]));
+    let result = json(&out);
+    let find = |path: &str| {
+        let list = result["accessed"].as_array().unwrap();
+        list.iter().find(|a| a["path"] == path).cloned()
+    };
+    let data = find("/workspace/input/data").unwrap();
+    assert_eq!((data["written"].as_u64(), data["changed"].as_bool()), (Some(0), Some(false)));
+    assert!(data["read"].as_u64().unwrap() >= 100_000);
+    let made = find("/workspace/output/made").unwrap();
+    assert_eq!((made["written"].as_u64(), made["changed"].as_bool()), (Some(5), Some(true)));
+    assert_eq!(find("/workspace/input/unread"), None);
+}
+
+#[test]
+fn changes_of_the_host_are_seen_in_a_live_input() {
+    let input = folder();
+    let file = input.path().join("file");
+    fs::write(&file, "one\n").unwrap();
+    let script =
+        "cat /workspace/input/file; read go; cat /workspace/input/file /workspace/input/new";
+    let mut command =
+        run(["--input-live", "--input", text(input.path()), "--", "sh", "-c", script]);
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut first = [0; 4];
+    child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
+    fs::write(&file, "another\n").unwrap();
+    fs::write(input.path().join("new"), "new\n").unwrap();
+    std::io::Write::write_all(&mut child.stdin.take().unwrap(), b"go\n").unwrap();
+    let out = child.wait_with_output().unwrap();
+    let told = String::from_utf8_lossy(&out.stderr);
+    assert_eq!((&first, out.stdout.as_slice()), (b"one\n", &b"another\nnew\n"[..]), "{told}");
+}
+
+#[test]
+fn the_number_of_files_is_limited() {
+    let folder = folder();
+    let script = "for n in $(seq 100); do : > f$n || break; done 2>/dev/null; ls | wc -l";
+    let path = text(folder.path());
+    let out = output(run(["--output-files", "20", "--output", path, "--", "sh", "-c", script]));
+    assert_eq!(String::from_utf8_lossy(&out.stdout), "20\n");
+    assert_eq!(names(folder.path()).len(), 20);
+    assert!(String::from_utf8_lossy(&out.stderr).contains("--output-files"));
+}

@@ -8,6 +8,7 @@ use anyhow::Result;
 use clap::Subcommand;
 
 mod boot;
+mod fs;
 mod inside;
 mod measure;
 mod memory;
@@ -30,6 +31,14 @@ enum What {
     Boot(boot::Args),
     /// Throughput and round trips of vsock connections, beside Firecracker
     Vsock(vsock::Args),
+    /// Files of a share, beside virtiofsd and beside the host itself
+    Fs(fs::Args),
+    /// The part of `fs` that runs beside the microVMs
+    #[command(hide = true)]
+    FsInside(fs::inside::Args),
+    /// The part of `fs` that runs in the microVMs
+    #[command(hide = true)]
+    FsWorkload(fs::workload::Args),
     /// The part of `vsock` that runs beside the microVMs
     #[command(hide = true)]
     VsockInside(vsock::inside::Args),
@@ -42,6 +51,9 @@ pub(crate) fn run(args: Args) -> Result<()> {
     match args.what {
         What::Boot(args) => boot::run(args),
         What::Inside(args) => inside::run(args),
+        What::Fs(args) => fs::run(args),
+        What::FsInside(args) => fs::inside::run(args),
+        What::FsWorkload(args) => fs::workload::run(args),
         What::Vsock(args) => vsock::run(args),
         What::VsockInside(args) => vsock::inside::run(args),
     }

@@ -87,7 +87,11 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let measure = Measure::adopting()?;
     let work = tempfile::tempdir()?;
     let bench = Bench { measure, plan, work: work.path().to_owned() };
-    bench.copy_casulo()?;
+    for folder in ["input", "output", "user"] {
+        fs::create_dir(work.path().join(folder))?;
+    }
+    rivals::root(&work.path().join("root"))?;
+    copy_casulo(&bench.plan.programs, &bench.plan.home, work.path())?;
     say(&Line::Row(bench.row(bench.process())))?;
     say(&Line::Row(bench.row(bench.casulo("/bin/echo", Some("x\n")))))?;
     say(&Line::Row(bench.row(bench.casulo("/bin/true", None))))?;
@@ -106,6 +110,39 @@ fn say(line: &Line) -> Result<()> {
     let mut text = serde_json::to_vec(line)?;
     text.push(b'\n');
     Ok(std::io::stdout().write_all(&text)?)
+}
+
+/// Copies the programs, and kernel, agent and base image to a folder `home`.
+pub(super) fn copy_casulo(programs: &Path, home: &Path, work: &Path) -> Result<()> {
+    let copy = |from: &Path, to: &Path| -> Result<()> {
+        if let Some(parent) = to.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        fs::copy(from, to)
+            .with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
+        Ok(())
+    };
+    for program in ["casulo", "casulo-vmm"] {
+        copy(&programs.join(program), &work.join(program))?;
+    }
+    let to = work.join("home");
+    let base = fs::read_link(home.join("images/names/base")).context("there is no image base")?;
+    let digest = base.file_name().context("the image base has no digest")?;
+    let manifest = Path::new("images").join(digest).join("image.json");
+    let mut files: Vec<PathBuf> = ["kernel/vmlinux", "kernel/kernel.json"]
+        .into_iter()
+        .chain(["agent/boot.erofs", "agent/agent.json"])
+        .map(PathBuf::from)
+        .collect();
+    let image: Manifest = serde_json::from_slice(&fs::read(home.join(&manifest))?)?;
+    let layers = Path::new("images/layers");
+    files.extend(image.layers.iter().map(|l| layers.join(format!("{}.erofs", l.sha256))));
+    files.push(manifest);
+    for file in files {
+        copy(&home.join(&file), &to.join(&file))?;
+    }
+    fs::create_dir_all(to.join("images/names"))?;
+    Ok(symlink(&base, to.join("images/names/base"))?)
 }
 
 /// A row without figures.
@@ -212,45 +249,6 @@ impl Bench {
         };
         let name = if marker.is_some() { CASULO } else { CASULO_TRUE };
         Contender { name, marker, command: Box::new(command) }
-    }
-
-    /// Kernel, agent, base image and programs.
-    fn copy_casulo(&self) -> Result<()> {
-        for folder in ["input", "output", "user"] {
-            fs::create_dir(self.work.join(folder))?;
-        }
-        rivals::root(&self.work.join("root"))?;
-        let copy = |from: &Path, to: &Path| -> Result<()> {
-            if let Some(parent) = to.parent() {
-                fs::create_dir_all(parent)?;
-            }
-            fs::copy(from, to)
-                .with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
-            Ok(())
-        };
-        for program in ["casulo", "casulo-vmm"] {
-            copy(&self.plan.programs.join(program), &self.work.join(program))?;
-        }
-        let (from, to) = (&self.plan.home, self.work.join("home"));
-        let base =
-            fs::read_link(from.join("images/names/base")).context("there is no image base")?;
-        let digest = base.file_name().context("the image base has no digest")?;
-        let manifest = Path::new("images").join(digest).join("image.json");
-        let mut files: Vec<PathBuf> = ["kernel/vmlinux", "kernel/kernel.json"]
-            .into_iter()
-            .chain(["agent/boot.erofs", "agent/agent.json"])
-            .map(PathBuf::from)
-            .collect();
-        let image: Manifest = serde_json::from_slice(&fs::read(from.join(&manifest))?)?;
-        let layers = Path::new("images/layers");
-        files.extend(image.layers.iter().map(|l| layers.join(format!("{}.erofs", l.sha256))));
-        files.push(manifest);
-        for file in files {
-            copy(&from.join(&file), &to.join(&file))?;
-        }
-        fs::create_dir_all(to.join("images/names"))?;
-        symlink(&base, to.join("images/names/base"))?;
-        Ok(())
     }
 
     fn firecracker(&self) -> Result<Contender> {
