@@ -100,8 +100,18 @@ impl Parent {
         Ok(())
     }
 
-    /// Waits for the next message, and the stream beside it.
+    /// Waits for the next message, and the stream beside it. What happens in shares, of which these
+    /// guests have none, is passed over.
     pub fn receive(&self) -> io::Result<(Message, Option<UnixStream>)> {
+        loop {
+            match self.next()? {
+                (Message::Files { .. }, _) => {}
+                other => return Ok(other),
+            }
+        }
+    }
+
+    fn next(&self) -> io::Result<(Message, Option<UnixStream>)> {
         let mut buffer = vec![0; MAX_PACKET];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
