@@ -18,19 +18,15 @@ impl Ext4 {
         fs::create_dir(folder.path().join("mounted")).unwrap();
         let made = Command::new("/sbin/mke2fs").args(["-q", "-t", "ext4"]).arg(&disk).status();
         assert!(made.unwrap().success());
-        let mounted = Command::new("mount").args(["-o", "loop"]).arg(&disk);
-        let mounted = with(mounted, &folder.path().join("mounted")).status().unwrap();
-        assert!(mounted.success(), "the emulated host has no loop devices or no ext4");
+        let place = folder.path().join("mounted");
+        let mounted = Command::new("mount").args(["-o", "loop"]).arg(&disk).arg(place).status();
+        assert!(mounted.unwrap().success(), "the emulated host has no loop devices or no ext4");
         Self(folder)
     }
 
     fn path(&self) -> PathBuf {
         self.0.path().join("mounted")
     }
-}
-
-fn with<'a>(command: &'a mut Command, argument: &Path) -> &'a mut Command {
-    command.arg(argument)
 }
 
 impl Drop for Ext4 {
