@@ -17,6 +17,8 @@ use tempfile::TempDir;
 
 /// Limit of the share `lim` in bytes.
 const LIMIT: u64 = 64 << 10;
+/// Most names that the guest may add to it.
+const LIMIT_FILES: u64 = 10;
 /// Most bytes by which one write may go beyond it.
 const ONE_WRITE: u64 = 256 << 10;
 
@@ -104,6 +106,8 @@ impl World {
             root: open_path(&self.path(file)),
             read_only: name == "ro",
             limit_bytes: (name == "lim").then_some(LIMIT),
+            limit_files: (name == "lim").then_some(LIMIT_FILES),
+            xattr: name == "rw" || name == "ro",
             cache: name == "ro",
             guest_uid: 1000,
             guest_gid: 1000,
@@ -185,27 +189,29 @@ impl World {
         assert_eq!(Some(&self.protected()), self.before.get(), "changed outside of the shares");
         let memory = machine.bytes(DATA, (DATA_END - DATA) as usize);
         assert!(memmem::find(&memory, &self.secret).is_none(), "read outside of the shares");
-        let held = held(&self.path("lim"));
+        let (held, names) = held(&self.path("lim"));
         assert!(held <= LIMIT + ONE_WRITE, "a share of {LIMIT} bytes holds {held}");
+        assert!(names <= LIMIT_FILES, "a share of {LIMIT_FILES} names holds {names}");
     }
 }
 
-/// What a limit counts: blocks, and 4 KiB for each name.
-fn held(folder: &Path) -> u64 {
-    let mut bytes = 0;
+/// What limits count: blocks and 4 KiB for each name; and the names.
+fn held(folder: &Path) -> (u64, u64) {
+    let (mut bytes, mut names) = (0, 0);
     let mut todo = vec![folder.to_owned()];
     while let Some(folder) = todo.pop() {
         let Ok(entries) = fs::read_dir(&folder) else { continue };
         for entry in entries {
             let entry = entry.expect("an entry");
             let stat = entry.metadata().expect("metadata");
+            names += 1;
             bytes += 4096 + stat.blocks() * 512;
             if stat.is_dir() {
                 todo.push(entry.path());
             }
         }
     }
-    bytes
+    (bytes, names)
 }
 
 fn open_path(path: &Path) -> OwnedFd {
