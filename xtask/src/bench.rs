@@ -13,6 +13,7 @@ mod inside;
 mod measure;
 mod memory;
 mod rivals;
+mod stage;
 mod table;
 mod trace;
 mod vsock;

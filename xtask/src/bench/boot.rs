@@ -1,28 +1,23 @@
 //! `cargo xtask bench boot`: gathers what is needed, has it measured, prints what came out.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::sync::mpsc::{self, RecvTimeoutError};
-use std::time::Duration;
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use casulo_protocol::image::Manifest;
-use rustix::process::{Pid, Signal};
 use serde::Serialize;
 
 use super::inside::{self, ALL, Line, MEMORY_MIB, Plan, Row};
 use super::memory::Process;
+use super::stage::{Stage, gather};
 use super::table::{median, render, spread};
 use super::{measure, rivals};
 use crate::{build, paths};
 
 /// Memory of the emulated host in MiB.
-const HOST_MEMORY: &str = "3072";
-
-/// How long a contender may take altogether before it is given up.
-const PATIENCE: Duration = Duration::from_secs(600);
+const HOST_MEMORY_MIB: u32 = 3072;
 
 /// Options.
 #[derive(clap::Args)]
@@ -42,44 +37,29 @@ pub(crate) fn run(args: Args) -> Result<()> {
     if !args.no_build {
         build::everything()?;
     }
-    let cache = paths::cache()?.join("bench");
-    fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
-    // Copies, so that a build meanwhile changes nothing.
-    let work = tempfile::tempdir_in(&cache)?;
-    for program in ["casulo", "casulo-vmm"] {
-        let from = paths::binaries().join(program);
-        fs::copy(&from, work.path().join(program))
-            .with_context(|| format!("cannot copy {}", from.display()))?;
-    }
-    let me = work.path().join("xtask");
-    fs::copy(std::env::current_exe()?, &me)?;
+    let stage = Stage::new()?;
     rivals::busybox()?;
-    let emulated = !build::kvm_works();
     let reason = |result: Result<PathBuf>| result.map_err(|error| format!("{error:#}"));
     let plan = Plan {
-        programs: work.path().to_owned(),
+        programs: stage.folder().to_owned(),
         home: paths::casulo_home()?,
-        firecracker: reason(rivals::firecracker(&cache)),
-        volume: reason(rivals::volume(&cache)),
-        microsandbox: reason(rivals::microsandbox(&cache)),
+        firecracker: reason(rivals::firecracker(&stage.cache)),
+        volume: reason(rivals::volume(&stage.cache)),
+        microsandbox: reason(rivals::microsandbox(&stage.cache)),
         runs: args.runs,
-        emulated,
+        emulated: stage.emulated,
     };
-    let file = work.path().join("plan.json");
-    fs::write(&file, serde_json::to_vec(&plan)?)?;
-
-    let mut command = Command::new(if emulated { work.path().join("casulo") } else { me.clone() });
-    if emulated {
-        eprintln!("starting an emulated host that counts instructions; this takes some minutes");
-        command.args(["emulated-host", "--icount", "--memory", HOST_MEMORY, "--"]).arg(&me);
-        command.env("TMPDIR", "/dev/shm");
-    }
-    command.args(["bench", "inside"]).arg(&file).current_dir(&cache);
+    let clock = stage.clock(true);
+    let mut command = stage.command("inside", &plan, clock, HOST_MEMORY_MIB)?;
     let report = collect(&mut command)?;
     let text = if args.json {
         serde_json::to_string_pretty(&report)? + "\n"
     } else {
-        format!("{}\n{}", describe(&report, args.runs, emulated), sizes(&plan.home, work.path())?)
+        format!(
+            "{}\n{}",
+            describe(&report, args.runs, stage.emulated),
+            sizes(&plan.home, stage.folder())?
+        )
     };
     print(&text)
 }
@@ -94,43 +74,13 @@ struct Report {
 /// Runs the measurement. One that stops in the middle leaves rows without figures.
 fn collect(command: &mut Command) -> Result<Report> {
     let mut report = Report { rows: Vec::new(), timings: Err("not measured".to_owned()) };
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("cannot start {command:?}"))?;
-    let stdout = child.stdout.take().context("no standard output")?;
-    let (tell, told) = mpsc::channel();
-    let reader = std::thread::spawn(move || {
-        for line in BufReader::new(stdout).lines().map_while(std::io::Result::ok) {
-            if tell.send(line).is_err() {
-                return;
-            }
+    let failure = gather(command, |line| {
+        match serde_json::from_str(line)? {
+            Line::Row(row) => report.rows.push(row),
+            Line::Timings(timings) => report.timings = timings,
         }
-    });
-    let failure = loop {
-        match told.recv_timeout(PATIENCE) {
-            Ok(line) => match serde_json::from_str(&line).context("the report is broken")? {
-                Line::Row(row) => report.rows.push(row),
-                Line::Timings(timings) => report.timings = timings,
-            },
-            Err(RecvTimeoutError::Disconnected) => {
-                let status = child.wait()?;
-                break (!status.success()).then(|| format!("the measurement ended: {status}"));
-            }
-            Err(RecvTimeoutError::Timeout) => {
-                // `casulo emulated-host` passes the first on, and heeds the second.
-                let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-                for pid in pid.into_iter().cycle().take(2) {
-                    let _ = rustix::process::kill_process(pid, Signal::TERM);
-                }
-                child.wait()?;
-                break Some(format!("nothing came for {} minutes", PATIENCE.as_secs() / 60));
-            }
-        }
-    };
-    // What it reads from has ended.
-    let _ = reader.join();
+        Ok(())
+    })?;
     if let Some(reason) = failure {
         ensure!(!report.rows.is_empty(), "nothing was measured: {reason}");
         let first = report.rows.len();

@@ -1,20 +1,21 @@
 //! `cargo xtask bench vsock`: one guest kernel and one guest program, behind two VMMs.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Command, Stdio};
+use std::io::Write;
+use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, bail};
 
 use self::inside::{CONTENDERS, MEASURES, Measured, Plan};
 use super::rivals;
+use super::stage::{Clock, Stage, gather};
 use super::table::{median, render};
 use crate::{build, images, paths, sh};
 
 pub(super) mod inside;
 
 /// Memory of the emulated host in MiB.
-const HOST_MEMORY: &str = "2048";
+const HOST_MEMORY_MIB: u32 = 2048;
 
 /// Options.
 #[derive(clap::Args)]
@@ -41,47 +42,29 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let mut cargo = Command::new("cargo");
     cargo.current_dir(paths::root()).args(["build", "--release", "--quiet"]);
     sh::run(cargo.args(["--package", "casulo-vmm", "--example", "vsock_guest"]))?;
-    let cache = paths::cache()?.join("bench");
-    fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
-    // Copies, so that a build meanwhile changes nothing.
-    let work = tempfile::tempdir_in(&cache)?;
-    for program in ["casulo", "casulo-vmm"] {
-        let from = paths::binaries().join(program);
-        fs::copy(&from, work.path().join(program))
-            .with_context(|| format!("cannot copy {}", from.display()))?;
-    }
-    let me = work.path().join("xtask");
-    fs::copy(std::env::current_exe()?, &me)?;
-    let volume = work.path().join("guest.erofs");
+    let stage = Stage::new()?;
+    let volume = stage.folder().join("guest.erofs");
     let program = fs::read(paths::binaries().join("examples/vsock_guest"))?;
     fs::write(&volume, images::boot_volume(program)?)?;
     let plan = Plan {
-        vmm: work.path().join("casulo-vmm"),
+        vmm: stage.folder().join("casulo-vmm"),
         kernel: paths::casulo_home()?.join("kernel/vmlinux"),
         volume,
-        firecracker: rivals::firecracker(&cache).map_err(|error| format!("{error:#}")),
+        firecracker: rivals::firecracker(&stage.cache).map_err(|error| format!("{error:#}")),
         runs: args.runs,
     };
-    let file = work.path().join("plan.json");
-    fs::write(&file, serde_json::to_vec(&plan)?)?;
-
-    let emulated = !build::kvm_works();
-    let clock = match (emulated, args.count) {
-        (true, true) => Clock::Counted,
-        (true, false) => Clock::Emulated,
-        (false, _) => Clock::Real,
-    };
-    let mut command = Command::new(if emulated { work.path().join("casulo") } else { me.clone() });
-    if emulated {
-        eprintln!("starting an emulated host; this takes some minutes");
-        command.arg("emulated-host");
-        if args.count {
-            command.arg("--icount");
-        }
-        command.args(["--memory", HOST_MEMORY, "--"]).arg(&me).env("TMPDIR", "/dev/shm");
+    let clock = stage.clock(args.count);
+    let mut command = stage.command("vsock-inside", &plan, clock, HOST_MEMORY_MIB)?;
+    let mut measured: Vec<Measured> = Vec::new();
+    let failure = gather(&mut command, |line| {
+        let row: Measured = serde_json::from_str(line)?;
+        eprintln!("{}: {:?} ns", row.contender, row.times);
+        measured.push(row);
+        Ok(())
+    })?;
+    if let Some(reason) = failure {
+        bail!("{reason}");
     }
-    command.args(["bench", "vsock-inside"]).arg(&file).current_dir(&cache);
-    let measured = collect(&mut command)?;
     let text = if args.json {
         serde_json::to_string_pretty(&measured)? + "\n"
     } else {
@@ -90,41 +73,8 @@ pub(crate) fn run(args: Args) -> Result<()> {
     Ok(std::io::stdout().write_all(text.as_bytes())?)
 }
 
-/// What a nanosecond is.
-#[derive(Clone, Copy)]
-enum Clock {
-    /// One instruction of a single emulated processor.
-    Counted,
-    /// Of this machine, while it emulates.
-    Emulated,
-    /// Of this machine.
-    Real,
-}
-
-fn collect(command: &mut Command) -> Result<Vec<Measured>> {
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("cannot start {command:?}"))?;
-    let stdout = child.stdout.take().context("no standard output")?;
-    let mut measured = Vec::new();
-    for line in BufReader::new(stdout).lines() {
-        let row: Measured = serde_json::from_str(&line?).context("the report is broken")?;
-        eprintln!("{}: {:?} ns", row.contender, row.times);
-        measured.push(row);
-    }
-    let status = child.wait()?;
-    ensure!(status.success(), "the measurement ended: {status}");
-    Ok(measured)
-}
-
 fn describe(measured: &[Measured], runs: u32, clock: Clock) -> String {
-    let (second, what) = match clock {
-        Clock::Counted => ("vs", "a vs is 1,000,000,000 instructions of the whole host"),
-        Clock::Emulated => ("s", "wall-clock time of an emulated host with two processors"),
-        Clock::Real => ("s", "wall-clock time"),
-    };
+    let (second, what) = clock.second();
     let mut text = format!(
         "\nVsock: one connection, the same guest kernel and program, 1 vCPU, median of {runs} runs \
          ({what}).\n\n"

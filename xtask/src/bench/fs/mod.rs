@@ -2,14 +2,14 @@
 //! virtiofsd.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, bail};
 
 use self::inside::{CONTENDERS, Measured, Plan};
 use self::workload::{MEASURES, Measure, Unit};
+use super::stage::{Clock, Stage, gather};
 use super::table::{median, render};
 use crate::{build, images, paths, sh};
 
@@ -18,7 +18,7 @@ mod pvh;
 pub(super) mod workload;
 
 /// Memory of the emulated host in MiB.
-const HOST_MEMORY: &str = "3072";
+const HOST_MEMORY_MIB: u32 = 3072;
 /// Where Debian's `qemu-system-common` has it.
 const VIRTIOFSD: &str = "/usr/lib/qemu/virtiofsd";
 
@@ -46,47 +46,28 @@ pub(crate) fn run(args: Args) -> Result<()> {
     if !args.no_build {
         build::everything()?;
     }
-    let cache = paths::cache()?.join("bench");
-    fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
-    // Copies, so that a build meanwhile changes nothing.
-    let work = tempfile::tempdir_in(&cache)?;
-    for program in ["casulo", "casulo-vmm"] {
-        let from = paths::binaries().join(program);
-        fs::copy(&from, work.path().join(program))
-            .with_context(|| format!("cannot copy {}", from.display()))?;
-    }
-    let me = work.path().join("xtask");
-    fs::copy(std::env::current_exe()?, &me)?;
-    let volume = work.path().join("guest.erofs");
-    fs::write(&volume, images::boot_volume(fs::read(&me)?)?)?;
-    let emulated = !build::kvm_works();
+    let stage = Stage::new()?;
+    let volume = stage.folder().join("guest.erofs");
+    fs::write(&volume, images::boot_volume(fs::read(stage.folder().join("xtask"))?)?)?;
     let plan = Plan {
-        programs: work.path().to_owned(),
+        programs: stage.folder().to_owned(),
         home: paths::casulo_home()?,
         volume,
         virtiofsd: virtiofsd().map_err(|error| format!("{error:#}")),
         runs: args.runs,
-        emulated,
+        emulated: stage.emulated,
         only: args.only.clone(),
     };
-    let file = work.path().join("plan.json");
-    fs::write(&file, serde_json::to_vec(&plan)?)?;
-    let clock = match (emulated, args.wall) {
-        (true, false) => Clock::Counted,
-        (true, true) => Clock::Emulated,
-        (false, _) => Clock::Real,
-    };
-    let mut command = Command::new(if emulated { work.path().join("casulo") } else { me.clone() });
-    if emulated {
-        eprintln!("starting an emulated host; this takes some minutes");
-        command.arg("emulated-host");
-        if !args.wall {
-            command.arg("--icount");
-        }
-        command.args(["--memory", HOST_MEMORY, "--"]).arg(&me).env("TMPDIR", "/dev/shm");
+    let clock = stage.clock(!args.wall);
+    let mut command = stage.command("fs-inside", &plan, clock, HOST_MEMORY_MIB)?;
+    let mut measured: Vec<Measured> = Vec::new();
+    let failure = gather(&mut command, |line| {
+        measured.push(serde_json::from_str(line)?);
+        Ok(())
+    })?;
+    if let Some(reason) = failure {
+        bail!("{reason}");
     }
-    command.args(["bench", "fs-inside"]).arg(&file).current_dir(&cache);
-    let measured = collect(&mut command)?;
     let text = if args.json {
         serde_json::to_string_pretty(&measured)? + "\n"
     } else {
@@ -105,33 +86,6 @@ fn virtiofsd() -> Result<PathBuf> {
     Ok(PathBuf::from(VIRTIOFSD))
 }
 
-/// What a nanosecond is.
-#[derive(Clone, Copy)]
-enum Clock {
-    /// One instruction of a single emulated processor.
-    Counted,
-    /// Of this machine, while it emulates.
-    Emulated,
-    /// Of this machine.
-    Real,
-}
-
-fn collect(command: &mut Command) -> Result<Vec<Measured>> {
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("cannot start {command:?}"))?;
-    let stdout = child.stdout.take().context("no standard output")?;
-    let mut measured = Vec::new();
-    for line in BufReader::new(stdout).lines() {
-        measured.push(serde_json::from_str(&line?).context("the report is broken")?);
-    }
-    let status = child.wait()?;
-    ensure!(status.success(), "the measurement ended: {status}");
-    Ok(measured)
-}
-
 /// Amount in a second; a figure that is larger is better.
 fn rate(measured: &[Measured], contender: &str, index: usize, measure: &Measure) -> Option<f64> {
     let of = measured.iter().find(|m| m.contender == contender)?;
@@ -142,11 +96,7 @@ fn rate(measured: &[Measured], contender: &str, index: usize, measure: &Measure)
 }
 
 fn describe(measured: &[Measured], runs: u32, clock: Clock) -> String {
-    let (second, what) = match clock {
-        Clock::Counted => ("vs", "a vs is 1,000,000,000 instructions of the whole host"),
-        Clock::Emulated => ("s", "wall-clock time of an emulated host with two processors"),
-        Clock::Real => ("s", "wall-clock time"),
-    };
+    let (second, what) = clock.second();
     let mut text = format!(
         "\nFiles of a share on a tmpfs: the same program and guest kernel, 1 vCPU, median of {runs} \
          runs ({what}). virtiofsd is that of QEMU 7.2 under its microvm machine, once with its \

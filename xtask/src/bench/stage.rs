@@ -1,0 +1,178 @@
+//! What all benches do: copy the programs to a folder of their own, have the measurement run on a host
+//! with KVM, real or emulated, and gather its lines.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rustix::process::{Pid, Signal};
+use serde::Serialize;
+use tempfile::TempDir;
+
+use crate::{build, paths};
+
+/// How long a measurement may print nothing before it is given up.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// What a nanosecond of a measurement is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Clock {
+    /// One instruction of a single emulated processor.
+    Counted,
+    /// Of this machine, while it emulates.
+    Emulated,
+    /// Of this machine.
+    Real,
+}
+
+impl Clock {
+    /// A second, and what it is.
+    pub(super) fn second(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Counted => ("vs", "a vs is 1,000,000,000 instructions of the whole host"),
+            Self::Emulated => ("s", "wall-clock time of an emulated host with two processors"),
+            Self::Real => ("s", "wall-clock time"),
+        }
+    }
+}
+
+/// A folder with copies of the programs, so that a build meanwhile changes nothing.
+pub(super) struct Stage {
+    /// What is kept from one bench to the next, such as rivals.
+    pub(super) cache: PathBuf,
+    /// Whether KVM has to be emulated.
+    pub(super) emulated: bool,
+    work: TempDir,
+}
+
+impl Stage {
+    pub(super) fn new() -> Result<Self> {
+        let cache = paths::cache()?.join("bench");
+        fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
+        let work = tempfile::tempdir_in(&cache)?;
+        for program in ["casulo", "casulo-vmm"] {
+            let from = paths::binaries().join(program);
+            fs::copy(&from, work.path().join(program))
+                .with_context(|| format!("cannot copy {}", from.display()))?;
+        }
+        fs::copy(std::env::current_exe()?, work.path().join("xtask"))?;
+        Ok(Self { cache, emulated: !build::kvm_works(), work })
+    }
+
+    /// The folder: `casulo`, `casulo-vmm`, `xtask`, and what the bench adds.
+    pub(super) fn folder(&self) -> &Path {
+        self.work.path()
+    }
+
+    /// What time it will be, if instructions are `counted` where KVM has to be emulated.
+    pub(super) fn clock(&self, counted: bool) -> Clock {
+        match (self.emulated, counted) {
+            (true, true) => Clock::Counted,
+            (true, false) => Clock::Emulated,
+            (false, _) => Clock::Real,
+        }
+    }
+
+    /// `xtask bench INSIDE` with this plan, in an emulated host of `memory_mib` if there has to be one.
+    pub(super) fn command(
+        &self,
+        inside: &str,
+        plan: &impl Serialize,
+        clock: Clock,
+        memory_mib: u32,
+    ) -> Result<Command> {
+        let file = self.folder().join("plan.json");
+        fs::write(&file, serde_json::to_vec(plan)?)?;
+        let me = self.folder().join("xtask");
+        let mut command =
+            Command::new(if self.emulated { self.folder().join("casulo") } else { me.clone() });
+        if self.emulated {
+            eprintln!("starting an emulated host; this takes some minutes");
+            command.arg("emulated-host");
+            if clock == Clock::Counted {
+                command.arg("--icount");
+            }
+            command.args(["--memory", &memory_mib.to_string(), "--"]).arg(&me);
+            command.env("TMPDIR", "/dev/shm");
+        }
+        command.args(["bench", inside]).arg(&file).current_dir(&self.cache);
+        Ok(command)
+    }
+}
+
+/// Runs a measurement, and calls `line` with each line that it prints. Returns why it stopped early, if it
+/// did.
+pub(super) fn gather(
+    command: &mut Command,
+    mut line: impl FnMut(&str) -> Result<()>,
+) -> Result<Option<String>> {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot start {command:?}"))?;
+    let stdout = child.stdout.take().context("no standard output")?;
+    let (tell, told) = mpsc::channel();
+    let reader = std::thread::spawn(move || {
+        for line in BufReader::new(stdout).lines().map_while(std::io::Result::ok) {
+            if tell.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    let failure = loop {
+        match told.recv_timeout(PATIENCE) {
+            Ok(text) => line(&text).context("the report is broken")?,
+            Err(RecvTimeoutError::Disconnected) => {
+                let status = child.wait()?;
+                break (!status.success()).then(|| format!("the measurement ended: {status}"));
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                // `casulo emulated-host` passes the first on, and heeds the second.
+                let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+                for pid in pid.into_iter().cycle().take(2) {
+                    let _ = rustix::process::kill_process(pid, Signal::TERM);
+                }
+                child.wait()?;
+                break Some(format!("nothing came for {} minutes", PATIENCE.as_secs() / 60));
+            }
+        }
+    };
+    // What it reads from has ended.
+    let _ = reader.join();
+    Ok(failure)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn lines_come_one_by_one_and_a_failure_says_how_it_ended() {
+        let mut lines = Vec::new();
+        let mut keep = |line: &str| {
+            lines.push(line.to_owned());
+            Ok(())
+        };
+        assert_eq!(gather(&mut shell("echo a; echo b"), &mut keep).unwrap(), None);
+        let failure = gather(&mut shell("echo c; exit 3"), &mut keep).unwrap().unwrap();
+        assert!(failure.contains("exit status: 3"), "{failure}");
+        assert_eq!(lines, ["a", "b", "c"]);
+    }
+
+    #[test]
+    fn a_line_that_is_no_report_is_an_error() {
+        let refuse = |_: &str| anyhow::bail!("what is this?");
+        assert!(gather(&mut shell("echo a"), refuse).is_err());
+    }
+}
