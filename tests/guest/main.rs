@@ -4,6 +4,8 @@
 //! host; on a machine with real KVM it also runs as it stands. One test at a time
 //! (`--test-threads=1`): several compare what is on the machine before and after.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+
 mod broken;
 #[allow(dead_code, unreachable_pub, reason = "the tests of the VMM use more of it")]
 #[path = "../../vmm/tests/common/code.rs"]
