@@ -17,8 +17,8 @@
 //!    that the guest opens for writing.
 //! 4. Tables, sizes and counts are bounded; file data goes straight between file and guest memory.
 //!
-//! A folder that something on the host moves out of a share while the guest knows it stays reachable
-//! for the guest, with what is in it, but nothing beside or above it.
+//! A folder that something on the host moves out of a share stays reachable for the guest, with what is in
+//! it, as long as the guest has it open or used it lately; nothing beside or above it does.
 //!
 //! **Owner.** Everything appears as owned by the share's guest user; on the host it belongs to the
 //! user of this process. `chown` to that guest user and group succeeds and does nothing, to others it
@@ -31,8 +31,11 @@
 //! cache: what `write` accepted is in the host's file. `SYNCFS` therefore has nothing to do here, and
 //! does not let a guest flush the host's whole file system; `FSYNC` reaches the host's `fsync`.
 //!
-//! **Locks** are local to the guest, and so are FIFOs and sockets impossible (`EPERM`). Extended
-//! attributes are not supported.
+//! **Locks** are local to the guest, and FIFOs, sockets and devices are refused (`EPERM`). Extended
+//! attributes are served where the share asks for them, and then only `user.*`.
+//!
+//! **Bounds.** The guest may know 57,344 files and hold 768 different files or folders open; nodes hold
+//! no descriptors ([`reach`]). Beyond that it meets `ENFILE`.
 
 use std::os::fd::OwnedFd;
 
@@ -72,8 +75,9 @@ pub struct Share {
     /// Most bytes that the guest may add, in allocated blocks and 4 KiB for each name; `None`: no
     /// limit but the host's.
     ///
-    /// Writable shares with limits should not overlap (one inside of the other, or hard links between
-    /// them): each counts for itself.
+    /// Writable shares of which one lies inside of the other have one account with the least of their
+    /// limits. Hard links between shares, and other mounts of the same files, are not noticed: then each
+    /// share counts for itself.
     pub limit_bytes: Option<u64>,
     /// Most names that the guest may add; `None`: no limit but the host's.
     pub limit_files: Option<u64>,
