@@ -26,7 +26,7 @@ fn name() -> impl Strategy<Value = Vec<u8>> {
 #[derive(Clone, Debug)]
 pub(super) struct Message {
     op: u32,
-    node: u64,
+    pub(super) node: u64,
     /// Each as 4 or 8 bytes.
     fields: Vec<(u64, bool)>,
     names: Vec<Vec<u8>>,
