@@ -202,3 +202,20 @@ fn what_write_accepted_is_on_the_host_after_a_timeout_and_after_a_kill() {
         }
     }
 }
+
+/// Each check prints its name; the list is compared whole.
+const FILES: &str = include_str!("files.py");
+
+#[test]
+fn files_are_what_programs_expect() {
+    let checks: String = FILES
+        .split("@check\ndef ")
+        .skip(1)
+        .filter_map(|text| Some(format!("{}\n", text.split_once('(')?.0)))
+        .collect();
+    let script = format!("python3 - <<'END'\n{FILES}\nEND\n");
+    on_each(&script, &checks, |out| {
+        assert_eq!(&fs::read(out.join("shared2")).unwrap()[5000..5005], b"hello");
+        assert_eq!(fs::metadata(out.join("sparse")).unwrap().len(), 65 << 20);
+    });
+}
