@@ -105,6 +105,9 @@ libfuzzer_sys::fuzz_target!(|program: Program| {
     let mut machine = Machine::new(Box::new(device));
     machine.bring_up(&program.setup);
     for step in &program.ops {
+        if !matches!(step, Step::Other(_)) {
+            machine.recover(&program.setup);
+        }
         match step {
             Step::Request { kind, sector, cut, data, room, indirect } => {
                 let header = header(kind, sector);

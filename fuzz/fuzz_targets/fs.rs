@@ -29,8 +29,8 @@ struct Program {
 
 #[derive(Arbitrary, Debug)]
 enum Step {
-    /// A message with the fields that its operation has.
-    Message(Message),
+    /// Messages with the fields that their operations have, to a device that works.
+    Messages(Vec<Message>),
     /// Any message.
     Raw { operation: u8, node: Number, body: Vec<u8>, length: Option<u32>, room: u16 },
     /// Something done on the host meanwhile.
@@ -59,7 +59,13 @@ libfuzzer_sys::fuzz_target!(|program: Program| {
     }
     for step in &program.steps {
         match step {
-            Step::Message(message) => session.send(&mut machine, message),
+            Step::Messages(messages) => {
+                if machine.recover(&program.setup) {
+                    session = Session::default();
+                    session.start(&mut machine);
+                }
+                messages.iter().take(32).for_each(|message| session.send(&mut machine, message));
+            }
             Step::Raw { operation, node, body, length, room } => {
                 let node = session.node(node);
                 let operation = u32::from(*operation);

@@ -308,7 +308,12 @@ libfuzzer_sys::fuzz_target!(|program: Program| {
     world.room(program.room % 64, 4096 + HEADER as u32, 0, false);
     for step in &program.steps {
         match step {
-            Step::Packet(packet) => world.packet(packet),
+            Step::Packet(packet) => {
+                if world.machine.recover(&program.setup) {
+                    world.room(program.room % 64, 4096 + HEADER as u32, 0, false);
+                }
+                world.packet(packet);
+            }
             Step::Room { count, length, pieces, indirect } => {
                 world.room(count % 64, u32::from(*length), *pieces, *indirect);
             }

@@ -468,6 +468,16 @@ impl Machine {
         }
     }
 
+    /// Brings the device up again if it is not in use, as a driver does that wants to go on. Gives whether
+    /// that was needed.
+    pub fn recover(&mut self, setup: &Setup) -> bool {
+        let needed = self.status() != ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK;
+        if needed {
+            self.bring_up(setup);
+        }
+        needed
+    }
+
     /// Whether the device has given up on the driver.
     pub fn is_broken(&self) -> bool {
         self.status() & NEEDS_RESET != 0
