@@ -19,7 +19,7 @@ use super::workload::{self, Line, MARK, MEASURES};
 /// Memory of every guest.
 const MEMORY_MIB: u32 = 256;
 /// How long a contender may be silent.
-const PATIENCE: Duration = Duration::from_secs(300);
+const PATIENCE: Duration = Duration::from_secs(1200);
 /// Name of the virtio-fs device.
 const TAG: &str = "bench";
 
