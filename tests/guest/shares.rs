@@ -203,3 +203,14 @@ fn a_scratch_disk_takes_more_than_the_memory() {
     let out = output(run(["--memory", "128", "--scratch", "512", "--", "sh", "-c", script]));
     assert_output(&out, 0, "ok\n", "");
 }
+
+#[test]
+fn a_link_of_the_image_does_not_lead_a_share_over_the_agents_own() {
+    let share = folder();
+    // `/var/run` is a link to `/run` in the image.
+    for place in ["/var/run/casulo", "/var/run/casulo/fs"] {
+        let spec = format!("{}:{place}", text(share.path()));
+        let out = output(run(["--share", &spec, "--", "true"]));
+        crate::support::assert_refused(&out, &["/run/casulo", "belongs to the system"]);
+    }
+}

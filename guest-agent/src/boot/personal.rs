@@ -134,6 +134,12 @@ fn shares(mounts: &[Mount]) -> Result<Shares, BootError> {
             return Err(step(format!("mount a share at {target:?}"))(error));
         }
         make_target(place, *file)?;
+        // A link of the image may lead elsewhere than the host could see when it checked the place.
+        let real = std::fs::canonicalize(place).map_err(step(format!("find {target}")))?;
+        if is_reserved(&real) {
+            let text = format!("it leads to {}, which belongs to the system", real.display());
+            return Err(step(format!("mount a share at {target}"))(io::Error::other(text)));
+        }
         mount_bind(&source, place).map_err(step(format!("mount a share at {target}")))?;
         if *read_only {
             mount_remount(place, flags | MountFlags::BIND | MountFlags::RDONLY, "")
@@ -143,6 +149,12 @@ fn shares(mounts: &[Mount]) -> Result<Shares, BootError> {
         }
     }
     Ok(Shares::new(writable))
+}
+
+/// Whether something mounted there would cover what the system or the agent needs.
+fn is_reserved(place: &Path) -> bool {
+    let system = ["/proc", "/sys", "/dev", DEVICE_FOLDER].map(Path::new);
+    system.iter().any(|s| place.starts_with(s) || s.starts_with(place))
 }
 
 fn make_target(target: &Path, file: bool) -> Result<(), BootError> {
@@ -182,6 +194,16 @@ mod tests {
         assert!(from_hex("").unwrap().is_empty());
         for bad in ["0", "0g", "é", &"00".repeat(sys::MAX_ENTROPY + 1)] {
             assert!(from_hex(bad).is_err(), "{bad:.10}");
+        }
+    }
+
+    #[test]
+    fn shares_do_not_cover_the_system() {
+        for place in ["/", "/proc", "/dev/shm/x", "/run", "/run/casulo", "/run/casulo/fs/input"] {
+            assert!(is_reserved(Path::new(place)), "{place}");
+        }
+        for place in ["/run/mine", "/workspace/input", "/device", "/home/x"] {
+            assert!(!is_reserved(Path::new(place)), "{place}");
         }
     }
 
