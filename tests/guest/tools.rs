@@ -123,17 +123,18 @@ fn sqlite_serves_two_processes_with_a_write_ahead_log() {
     let script = r#"
 cat > work.py <<'END'
 import sqlite3, sys
-db = sqlite3.connect('data.db', timeout=120, isolation_level=None)
-if sys.argv[1] == 'make':
-    assert db.execute('pragma journal_mode=wal').fetchone() == ('wal',)
-    db.execute('create table t(who, n)')
-    sys.exit()
+db = sqlite3.connect('data.db', timeout=600, isolation_level=None)
 for n in range(100):
     db.execute('begin immediate')
     db.execute('insert into t values (?, ?)', (sys.argv[1], n))
     db.execute('commit')
 END
-python3 work.py make
+python3 - <<'END'
+import sqlite3
+db = sqlite3.connect('data.db')
+assert db.execute('pragma journal_mode=wal').fetchone() == ('wal',)
+db.execute('create table t(who, n)')
+END
 python3 work.py a & first=$!
 python3 work.py b
 wait $first

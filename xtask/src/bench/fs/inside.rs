@@ -159,13 +159,20 @@ impl Bench<'_> {
         let socket = self.work.join("virtiofsd.sock");
         let _ = fs::remove_file(&socket);
         let mut daemon = Command::new(program);
-        daemon.arg("--socket-path").arg(&socket).args(["-f", "--log-level=err"]);
+        daemon.arg(format!("--socket-path={}", socket.display())).args([
+            "-f",
+            "-o",
+            "log_level=err",
+        ]);
         daemon.arg(format!("--thread-pool-size={threads}"));
         daemon.args(["-o", &format!("cache={cache}"), "-o", "sandbox=chroot", "-o"]);
         daemon.arg(format!("source={}", self.shared.display()));
-        let _daemon = Ended(daemon.stdin(Stdio::null()).spawn().context("cannot start virtiofsd")?);
+        let mut daemon =
+            Ended(daemon.stdin(Stdio::null()).spawn().context("cannot start virtiofsd")?);
         let begin = Instant::now();
         while !socket.exists() {
+            let ended = daemon.0.try_wait()?;
+            ensure!(ended.is_none(), "virtiofsd ended with {}", ended.unwrap_or_default());
             ensure!(begin.elapsed() < PATIENCE, "virtiofsd does not listen");
             std::thread::sleep(Duration::from_millis(20));
         }
