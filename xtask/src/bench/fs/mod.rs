@@ -99,8 +99,8 @@ fn describe(measured: &[Measured], runs: u32, clock: Clock) -> String {
     let (second, what) = clock.second();
     let mut text = format!(
         "\nFiles of a share on a tmpfs: the same program and guest kernel, 1 vCPU, median of {runs} \
-         runs ({what}). virtiofsd is that of QEMU 7.2 under its microvm machine, once with its \
-         default pool of 64 threads and once without one.\n\n"
+         runs ({what}). virtiofsd is that of QEMU 7.2 under its microvm machine, with its default of no \
+         thread pool.\n\n"
     );
     let mut notes = String::new();
     for of in measured {
