@@ -6,14 +6,18 @@
 //! An input that is a single file appears as `/workspace/input/<its name>`. An output folder that
 //! does not exist is made, with mode 0700, when its parent exists.
 
+mod sensitive;
+
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use casulo_protocol::agent::Mount;
 use casulo_protocol::spec::{INPUT_PATH, OUTPUT_PATH, SandboxSpec};
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
+
+use self::sensitive::Sensitive;
 
 /// Most shares of a sandbox, input and output included.
 pub const MAX_SHARES: usize = 32;
@@ -368,123 +372,6 @@ fn check_target(target: &str) -> Result<(), ShareError> {
     Ok(())
 }
 
-/// Names, relative to a home folder, of what holds credentials.
-const SECRETS: &[&str] = &[
-    ".ssh",
-    ".aws",
-    ".azure",
-    ".config/gcloud",
-    ".config/gh",
-    ".config/op",
-    ".config/rclone",
-    ".config/containers/auth.json",
-    ".cargo/credentials.toml",
-    ".vault-token",
-    ".docker",
-    ".gnupg",
-    ".kube",
-    ".netrc",
-    ".npmrc",
-    ".pypirc",
-    ".git-credentials",
-    ".password-store",
-    ".local/share/keyrings",
-    // Browser profiles.
-    ".mozilla",
-    ".config/google-chrome",
-    ".config/chromium",
-    ".config/BraveSoftware",
-    ".config/microsoft-edge",
-    ".config/vivaldi",
-    ".config/opera",
-    ".var/app/org.mozilla.firefox",
-    "snap/firefox",
-    ".thunderbird",
-];
-
-/// Folders of the system that are refused with all below them, and those refused as such.
-const SYSTEM_TREES: &[&str] = &[
-    "/proc",
-    "/sys",
-    "/etc/ssh",
-    "/etc/ssl/private",
-    "/etc/shadow",
-    "/etc/shadow-",
-    "/etc/gshadow",
-    "/etc/gshadow-",
-    "/run/secrets",
-];
-const SYSTEM_ROOTS: &[&str] = &["/", "/home", "/root", "/etc", "/dev", "/run", "/var"];
-
-/// What must not be shared by accident.
-struct Sensitive {
-    homes: Vec<PathBuf>,
-}
-
-impl Sensitive {
-    fn of_this_user() -> Self {
-        let home = std::env::home_dir().filter(|h| h.is_absolute());
-        let real = home.as_ref().and_then(|h| std::fs::canonicalize(h).ok());
-        Self { homes: home.into_iter().chain(real).collect() }
-    }
-
-    /// `path` is the caller's name for it, for messages only.
-    fn check(&self, fd: &OwnedFd, path: &Path) -> Result<(), ShareError> {
-        let real = std::fs::read_link(fd_path(fd)).map_err(|e| ShareError::io(path, e))?;
-        match self.reason(&real).or_else(|| holds(fd, &real)).or_else(|| self.mounted(fd)) {
-            Some(reason) => Err(ShareError::Sensitive { path: path.to_owned(), reason }),
-            None => Ok(()),
-        }
-    }
-
-    /// Another path to the home folder or to what holds credentials there, such as a mount.
-    fn mounted(&self, fd: &OwnedFd) -> Option<String> {
-        let identity = Identity::of(fd);
-        let mut places = self.homes.clone();
-        for home in &self.homes {
-            places.extend(SECRETS.iter().map(|secret| home.join(secret)));
-        }
-        let is_it = |path: &PathBuf| Identity::of_path(path) == identity;
-        let found = places.iter().find(|path| identity.is_known() && is_it(path))?;
-        Some(format!("it is {} by another path", found.display()))
-    }
-
-    fn reason(&self, real: &Path) -> Option<String> {
-        if self.homes.iter().any(|home| home.starts_with(real)) {
-            return Some(format!("{} is or contains your home folder", real.display()));
-        }
-        if SYSTEM_ROOTS.iter().any(|r| Path::new(r) == real)
-            || SYSTEM_TREES.iter().any(|r| real.starts_with(r))
-        {
-            return Some(format!("{} is a folder of the system", real.display()));
-        }
-        let parts: Vec<&OsStr> = real
-            .components()
-            .filter_map(|c| if let Component::Normal(part) = c { Some(part) } else { None })
-            .collect();
-        SECRETS.iter().find_map(|secret| {
-            let wanted: Vec<&OsStr> = secret.split('/').map(OsStr::new).collect();
-            let inside = parts.windows(wanted.len()).any(|w| w == wanted.as_slice());
-            inside.then(|| format!("it lies in `{secret}`, which may hold credentials"))
-        })
-    }
-}
-
-/// A credential in a folder, where it would be in a home folder: a folder of another name may still be
-/// somebody's home, and `.config` may be shared without its parent.
-fn holds(fd: &OwnedFd, real: &Path) -> Option<String> {
-    SECRETS.iter().find_map(|secret| {
-        let parts: Vec<&str> = secret.split('/').collect();
-        (0..parts.len()).find_map(|n| {
-            let (above, below) = parts.split_at_checked(n)?;
-            let below = below.join("/");
-            let there = real.ends_with(above.join("/"))
-                && rustix::fs::statat(fd, &below, AtFlags::SYMLINK_NOFOLLOW).is_ok();
-            there.then(|| format!("it holds `{below}`, which may hold credentials"))
-        })
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use casulo_protocol::spec::ShareSpec;
@@ -576,23 +463,6 @@ mod tests {
     }
 
     #[test]
-    fn another_path_to_the_home_folder_is_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let home = folder.path().join("home");
-        std::fs::create_dir_all(home.join(".aws")).unwrap();
-        let open = |path: &Path| {
-            rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap()
-        };
-        let sensitive = Sensitive { homes: vec![home.clone()] };
-        // As for a bind mount, whose path says nothing.
-        assert!(sensitive.mounted(&open(&home)).is_some());
-        assert!(sensitive.mounted(&open(&home.join(".aws"))).is_some());
-        assert!(sensitive.mounted(&open(folder.path())).is_none());
-        let nowhere = Sensitive { homes: vec!["/nowhere".into()] };
-        assert!(nowhere.mounted(&open(&home)).is_none());
-    }
-
-    #[test]
     fn nothing_is_shared_again_within_a_writable_folder() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
@@ -638,22 +508,6 @@ mod tests {
             assert!(open_all(&input(path), &own).is_ok());
         }
         assert!(open_all(&output(folder.path().join("out")), &own).is_ok());
-    }
-
-    #[test]
-    fn a_parent_of_the_home_folder_is_refused() {
-        let sensitive = Sensitive { homes: vec![PathBuf::from("/srv/people/ann")] };
-        for (path, refused) in [
-            ("/srv/people/ann", true),
-            ("/srv/people", true),
-            ("/srv", true),
-            ("/srv/people/ann/work", false),
-            ("/srv/people/bob", false),
-            ("/srv/people/ann/.ssh/x", true),
-            ("/srv/sshd", false),
-        ] {
-            assert_eq!(sensitive.reason(Path::new(path)).is_some(), refused, "{path}");
-        }
     }
 
     #[test]
