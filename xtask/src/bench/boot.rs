@@ -1,7 +1,6 @@
 //! `cargo xtask bench boot`: gathers what is needed, has it measured, prints what came out.
 
 use std::fs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -11,7 +10,7 @@ use serde::Serialize;
 
 use super::inside::{self, ALL, Line, MEMORY_MIB, Plan, Row};
 use super::memory::Process;
-use super::stage::{Stage, gather};
+use super::stage::{Stage, gather, print};
 use super::table::{median, render, spread};
 use super::{measure, rivals};
 use crate::{build, paths};
@@ -52,16 +51,10 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let clock = stage.clock(true);
     let mut command = stage.command("inside", &plan, clock, HOST_MEMORY_MIB)?;
     let report = collect(&mut command)?;
-    let text = if args.json {
-        serde_json::to_string_pretty(&report)? + "\n"
-    } else {
-        format!(
-            "{}\n{}",
-            describe(&report, args.runs, stage.emulated),
-            sizes(&plan.home, stage.folder())?
-        )
-    };
-    print(&text)
+    print(&report, args.json, || {
+        let text = describe(&report, args.runs, stage.emulated);
+        Ok(format!("{text}\n{}", sizes(&plan.home, stage.folder())?))
+    })
 }
 
 /// What was measured, as far as it went.
@@ -87,10 +80,6 @@ fn collect(command: &mut Command) -> Result<Report> {
         report.rows.extend(ALL.iter().skip(first).map(|name| inside::missing(name, &reason)));
     }
     Ok(report)
-}
-
-fn print(text: &str) -> Result<()> {
-    Ok(std::io::stdout().write_all(text.as_bytes())?)
 }
 
 fn milliseconds(nanoseconds: u64) -> f64 {

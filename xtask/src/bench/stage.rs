@@ -2,15 +2,16 @@
 //! with KVM, real or emulated, and gather its lines.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal};
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use tempfile::TempDir;
 
 use crate::{build, paths};
@@ -147,6 +148,34 @@ pub(super) fn gather(
     Ok(failure)
 }
 
+/// Runs a measurement that is of use only as a whole: each line is one figure, which `tell` sees at once.
+pub(super) fn gather_all<T: DeserializeOwned>(
+    command: &mut Command,
+    mut tell: impl FnMut(&T),
+) -> Result<Vec<T>> {
+    let mut figures = Vec::new();
+    let failure = gather(command, |line| {
+        let figure = serde_json::from_str(line)?;
+        tell(&figure);
+        figures.push(figure);
+        Ok(())
+    })?;
+    match failure {
+        Some(reason) => bail!("{reason}"),
+        None => Ok(figures),
+    }
+}
+
+/// Prints a report: what was measured as JSON, or a text about it.
+pub(super) fn print<T: Serialize>(
+    report: &T,
+    json: bool,
+    describe: impl FnOnce() -> Result<String>,
+) -> Result<()> {
+    let text = if json { serde_json::to_string_pretty(report)? + "\n" } else { describe()? };
+    Ok(std::io::stdout().write_all(text.as_bytes())?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -168,6 +197,15 @@ mod tests {
         let failure = gather(&mut shell("echo c; exit 3"), &mut keep).unwrap().unwrap();
         assert!(failure.contains("exit status: 3"), "{failure}");
         assert_eq!(lines, ["a", "b", "c"]);
+    }
+
+    #[test]
+    fn a_measurement_that_fails_half_way_gives_no_figures() {
+        let sum = |script: &str| {
+            gather_all::<u32>(&mut shell(script), |_| ()).map(|all| all.iter().sum::<u32>())
+        };
+        assert_eq!(sum("echo 1; echo 2").unwrap(), 3);
+        assert!(sum("echo 1; exit 3").unwrap_err().to_string().contains("exit status: 3"));
     }
 
     #[test]

@@ -1,14 +1,13 @@
 //! `cargo xtask bench vsock`: one guest kernel and one guest program, behind two VMMs.
 
 use std::fs;
-use std::io::Write;
 use std::process::Command;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
 use self::inside::{CONTENDERS, MEASURES, Measured, Plan};
 use super::rivals;
-use super::stage::{Clock, Stage, gather};
+use super::stage::{Clock, Stage, gather_all, print};
 use super::table::{median, render};
 use crate::{build, images, paths, sh};
 
@@ -55,22 +54,10 @@ pub(crate) fn run(args: Args) -> Result<()> {
     };
     let clock = stage.clock(args.count);
     let mut command = stage.command("vsock-inside", &plan, clock, HOST_MEMORY_MIB)?;
-    let mut measured: Vec<Measured> = Vec::new();
-    let failure = gather(&mut command, |line| {
-        let row: Measured = serde_json::from_str(line)?;
+    let measured: Vec<Measured> = gather_all(&mut command, |row: &Measured| {
         eprintln!("{}: {:?} ns", row.contender, row.times);
-        measured.push(row);
-        Ok(())
     })?;
-    if let Some(reason) = failure {
-        bail!("{reason}");
-    }
-    let text = if args.json {
-        serde_json::to_string_pretty(&measured)? + "\n"
-    } else {
-        describe(&measured, args.runs, clock)
-    };
-    Ok(std::io::stdout().write_all(text.as_bytes())?)
+    print(&measured, args.json, || Ok(describe(&measured, args.runs, clock)))
 }
 
 fn describe(measured: &[Measured], runs: u32, clock: Clock) -> String {

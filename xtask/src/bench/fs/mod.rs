@@ -2,14 +2,13 @@
 //! virtiofsd.
 
 use std::fs;
-use std::io::Write;
 use std::path::PathBuf;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
 use self::inside::{CONTENDERS, Measured, Plan};
 use self::workload::{MEASURES, Measure, Unit};
-use super::stage::{Clock, Stage, gather};
+use super::stage::{Clock, Stage, gather_all, print};
 use super::table::{median, render};
 use crate::{build, images, paths, sh};
 
@@ -60,20 +59,8 @@ pub(crate) fn run(args: Args) -> Result<()> {
     };
     let clock = stage.clock(!args.wall);
     let mut command = stage.command("fs-inside", &plan, clock, HOST_MEMORY_MIB)?;
-    let mut measured: Vec<Measured> = Vec::new();
-    let failure = gather(&mut command, |line| {
-        measured.push(serde_json::from_str(line)?);
-        Ok(())
-    })?;
-    if let Some(reason) = failure {
-        bail!("{reason}");
-    }
-    let text = if args.json {
-        serde_json::to_string_pretty(&measured)? + "\n"
-    } else {
-        describe(&measured, args.runs, clock)
-    };
-    Ok(std::io::stdout().write_all(text.as_bytes())?)
+    let measured: Vec<Measured> = gather_all(&mut command, |_| ())?;
+    print(&measured, args.json, || Ok(describe(&measured, args.runs, clock)))
 }
 
 /// Debian 12's virtiofsd, the C version of QEMU 7.2, and QEMU itself.
