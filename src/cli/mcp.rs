@@ -8,7 +8,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::cli::host::{self, Choice};
 use crate::cli::options::SandboxOptions;
 use crate::cli::{FAILED, complain};
-use crate::gateway::{self, Limits};
+use crate::gateway::{Gateway, Limits};
 use crate::vm::capacity;
 use crate::{Runtime, RuntimeConfig};
 
@@ -58,9 +58,10 @@ fn serve(args: &Args, config: RuntimeConfig) -> Result<u8, String> {
                 _ = terminate.recv() => status = 143,
             }
         };
-        gateway::serve_stdio(runtime, spec, limits, host, stop)
-            .await
-            .map_err(|e| format!("the MCP connection failed: {e}"))?;
+        let gateway = Gateway::new(runtime, spec, limits, host);
+        let served = gateway.serve_stdio(stop).await;
+        gateway.close().await;
+        served.map_err(|e| format!("the MCP connection failed: {e}"))?;
         Ok(status)
     });
     // A read of standard input may still be pending; it must not keep the process.

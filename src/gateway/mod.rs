@@ -23,44 +23,77 @@ use crate::Runtime;
 /// How often idle and old sandboxes are looked for.
 const REAP_EVERY: Duration = Duration::from_secs(5);
 
-/// Serves one MCP client on standard input and output until it closes them, or until `stop` is over.
-///
-/// Every sandbox is made after `template`; its output folder gets a folder of its own for each
-/// sandbox.
-///
-/// # Errors
-/// The client broke the protocol before the first request, or the server task failed.
-pub async fn serve_stdio(
-    runtime: Arc<Runtime>,
-    template: SandboxSpec,
-    limits: Limits,
+/// The sandboxes of one gateway and what its clients are told. Every way in, standard input and
+/// output or HTTP, serves one of these.
+pub struct Gateway {
+    sandboxes: Arc<sandboxes::Sandboxes>,
     host: HostKind,
-    stop: impl Future<Output = ()>,
-) -> std::io::Result<()> {
-    let sandboxes = sandboxes::Sandboxes::new(runtime, template, limits);
-    let server = server::Server { sandboxes: Arc::clone(&sandboxes), host };
-    let reaper = tokio::spawn({
-        let sandboxes = Arc::clone(&sandboxes);
-        async move {
-            loop {
-                tokio::time::sleep(REAP_EVERY).await;
-                sandboxes.reap();
+    reaper: tokio::task::JoinHandle<()>,
+}
+
+impl std::fmt::Debug for Gateway {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gateway").field("host", &self.host).finish_non_exhaustive()
+    }
+}
+
+impl Gateway {
+    /// A gateway whose sandboxes are made after `template`; the template's output folder gets a
+    /// folder of its own for each sandbox. Must be called inside tokio.
+    pub fn new(
+        runtime: Arc<Runtime>,
+        template: SandboxSpec,
+        limits: Limits,
+        host: HostKind,
+    ) -> Self {
+        let sandboxes = sandboxes::Sandboxes::new(runtime, template, limits);
+        let reaper = tokio::spawn({
+            let sandboxes = Arc::clone(&sandboxes);
+            async move {
+                loop {
+                    tokio::time::sleep(REAP_EVERY).await;
+                    sandboxes.reap();
+                }
             }
+        });
+        Self { sandboxes, host, reaper }
+    }
+
+    /// The MCP server for one caller.
+    fn server(&self, caller: &str) -> server::Server {
+        let sandboxes = Arc::clone(&self.sandboxes);
+        server::Server { sandboxes, caller: caller.into(), host: self.host }
+    }
+
+    /// Serves one MCP client on standard input and output until it closes them, or until `stop` is
+    /// over. The sandboxes stay until [`Self::close`].
+    ///
+    /// # Errors
+    /// The client broke the protocol before the first request, or the server task failed.
+    pub async fn serve_stdio(&self, stop: impl Future<Output = ()>) -> std::io::Result<()> {
+        let serve = async {
+            match self.server("stdio").serve(rmcp::transport::stdio_pipes()).await {
+                Ok(running) => running.waiting().await.map(drop).map_err(std::io::Error::other),
+                // A client that only probes and leaves is no failure.
+                Err(ServerInitializeError::ConnectionClosed(_)) => Ok(()),
+                Err(error) => Err(std::io::Error::other(error)),
+            }
+        };
+        tokio::select! {
+            result = serve => result,
+            () = stop => Ok(()),
         }
-    });
-    let serve = async {
-        match server.serve(rmcp::transport::stdio_pipes()).await {
-            Ok(running) => running.waiting().await.map(drop).map_err(std::io::Error::other),
-            // A client that only probes and leaves is no failure.
-            Err(ServerInitializeError::ConnectionClosed(_)) => Ok(()),
-            Err(error) => Err(std::io::Error::other(error)),
-        }
-    };
-    let result = tokio::select! {
-        result = serve => result,
-        () = stop => Ok(()),
-    };
-    reaper.abort();
-    sandboxes.close().await;
-    result
+    }
+
+    /// Ends every sandbox, and makes what they wrote safe to read.
+    pub async fn close(&self) {
+        self.reaper.abort();
+        self.sandboxes.close().await;
+    }
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        self.reaper.abort();
+    }
 }

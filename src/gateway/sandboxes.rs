@@ -1,7 +1,7 @@
 //! The sandboxes of one gateway: fresh ones for single calls, kept ones under unguessable ids.
 //!
 //! A kept sandbox ends when its caller destroys it, when nobody called it for the idle time, when it
-//! is too old, or with the gateway. Expired and unknown ids give the same error.
+//! is too old, or with the gateway. Another caller's, expired and unknown ids give the same error.
 
 use std::collections::HashMap;
 use std::fs::DirBuilder;
@@ -15,6 +15,10 @@ use casulo_protocol::spec::SandboxSpec;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::{Files, Output, Runtime, Sandbox};
+
+/// Who calls: whoever holds the token of that name, or the one client on standard input and output.
+/// Callers do not see each other's sandboxes.
+pub(super) type Caller = Arc<str>;
 
 /// What a gateway allows.
 #[derive(Clone, Debug)]
@@ -41,6 +45,7 @@ impl Default for Limits {
 pub(super) struct Held {
     pub(super) id: String,
     pub(super) sandbox: Sandbox,
+    owner: Caller,
     created: Instant,
     used: Mutex<Instant>,
     calls: std::sync::atomic::AtomicUsize,
@@ -103,8 +108,8 @@ impl Sandboxes {
         Arc::new(Self { runtime, template, output, limits, slots, kept: Mutex::default() })
     }
 
-    /// Boots a sandbox for one call.
-    pub(super) async fn fresh(&self) -> Result<Held, TaskError> {
+    /// Boots a sandbox for one call of `caller`.
+    pub(super) async fn fresh(&self, caller: &Caller) -> Result<Held, TaskError> {
         let slot = Arc::clone(&self.slots).try_acquire_owned().map_err(|_| TaskError {
             class: ErrorClass::Capacity,
             message: format!(
@@ -129,6 +134,7 @@ impl Sandboxes {
         Ok(Held {
             id,
             sandbox,
+            owner: Arc::clone(caller),
             created: now,
             used: Mutex::new(now),
             calls: std::sync::atomic::AtomicUsize::new(0),
@@ -136,26 +142,33 @@ impl Sandboxes {
         })
     }
 
-    /// Boots a sandbox that is kept, and gives its id.
-    pub(super) async fn create(&self) -> Result<String, TaskError> {
-        let held = self.fresh().await?;
+    /// Boots a sandbox that is kept for `caller`, and gives its id.
+    pub(super) async fn create(&self, caller: &Caller) -> Result<String, TaskError> {
+        let held = self.fresh(caller).await?;
         let id = held.id.clone();
         lock(&self.kept).insert(id.clone(), Arc::new(held));
         Ok(id)
     }
 
-    /// The kept sandbox of that id.
-    pub(super) fn get(&self, id: &str) -> Result<Call, TaskError> {
+    /// The kept sandbox of that id, if it is `caller`'s.
+    pub(super) fn get(&self, caller: &Caller, id: &str) -> Result<Call, TaskError> {
         let kept = lock(&self.kept);
-        let held = kept.get(id).ok_or_else(not_found)?;
+        let held = kept.get(id).filter(|held| held.owner == *caller).ok_or_else(not_found)?;
         held.calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         Ok(Call(Arc::clone(held)))
     }
 
-    /// Ends the kept sandbox of that id; calls that run in it end with `guest_lost`. Tells what came
-    /// out of it.
-    pub(super) async fn destroy(&self, id: &str) -> Result<Output, TaskError> {
-        let held = lock(&self.kept).remove(id).ok_or_else(not_found)?;
+    /// Ends the kept sandbox of that id, if it is `caller`'s; calls that run in it end with
+    /// `guest_lost`. Tells what came out of it.
+    pub(super) async fn destroy(&self, caller: &Caller, id: &str) -> Result<Output, TaskError> {
+        let held = {
+            let mut kept = lock(&self.kept);
+            match kept.get(id) {
+                Some(held) if held.owner == *caller => kept.remove(id),
+                _ => None,
+            }
+        }
+        .ok_or_else(not_found)?;
         held.sandbox.close(Files::List).await.map_err(TaskError::from)
     }
 

@@ -22,7 +22,7 @@ use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
 use super::render;
-use super::sandboxes::{Held, Sandboxes};
+use super::sandboxes::{Caller, Held, Sandboxes};
 use super::tools::{
     self, CreateSandboxArgs, CreateSandboxResult, DestroySandboxArgs, Encoding, ExecuteCodeArgs,
     ListFilesArgs, MAX_ENTRIES, MAX_READ, MAX_TIMEOUT_SECONDS, Name, ReadFileArgs, ReadFileResult,
@@ -37,10 +37,11 @@ const INSTRUCTIONS: &str = "Runs code and commands in isolated Linux microVMs wi
     destroy_sandbox at the end. A program that fails is a normal result: look at exit_code and \
     stderr.";
 
-/// One gateway. Clones share its sandboxes.
+/// The gateway as one caller sees it. Clones share its sandboxes.
 #[derive(Clone)]
 pub(super) struct Server {
     pub(super) sandboxes: Arc<Sandboxes>,
+    pub(super) caller: Caller,
     pub(super) host: HostKind,
 }
 
@@ -98,7 +99,7 @@ impl Server {
             Name::ListFiles => self.list_files(parse(arguments)?, cancel).await,
             Name::CreateSandbox => {
                 let CreateSandboxArgs {} = parse(arguments)?;
-                let sandbox_id = or_cancelled(cancel, self.sandboxes.create()).await?;
+                let sandbox_id = or_cancelled(cancel, self.sandboxes.create(&self.caller)).await?;
                 structured(&CreateSandboxResult {
                     sandbox_id,
                     idle_timeout_seconds: self.sandboxes.limits.idle.as_secs(),
@@ -107,7 +108,7 @@ impl Server {
             }
             Name::DestroySandbox => {
                 let args: DestroySandboxArgs = parse(arguments)?;
-                let output = self.sandboxes.destroy(&args.sandbox_id).await?;
+                let output = self.sandboxes.destroy(&self.caller, &args.sandbox_id).await?;
                 structured(&render::destroyed(output))
             }
         }
@@ -179,7 +180,7 @@ impl Server {
         let (answer, output, fate, id) = if sandbox_id.is_empty() {
             // Dropping the sandbox on cancellation ends its VM.
             let (answer, output) = or_cancelled(cancel, async {
-                let held = self.sandboxes.fresh().await?;
+                let held = self.sandboxes.fresh(&self.caller).await?;
                 let answer = run(&held).await?;
                 let output = held.sandbox.finish(Files::List).await.map_err(TaskError::from)?;
                 Ok((answer, output))
@@ -187,7 +188,7 @@ impl Server {
             .await?;
             (answer, output, SandboxFate::Discarded, None)
         } else {
-            let call = self.sandboxes.get(sandbox_id)?;
+            let call = self.sandboxes.get(&self.caller, sandbox_id)?;
             let answer = or_cancelled(cancel, run(&call)).await?;
             (answer, Output::default(), SandboxFate::Kept, Some(sandbox_id.to_owned()))
         };
@@ -200,7 +201,7 @@ impl Server {
         cancel: &CancellationToken,
     ) -> Result<CallToolResult, TaskError> {
         check_range("limit", args.limit, MAX_READ)?;
-        let call = self.sandboxes.get(&args.sandbox_id)?;
+        let call = self.sandboxes.get(&self.caller, &args.sandbox_id)?;
         let request =
             ReadFile { path: args.path, offset: args.offset, limit: u64::from(args.limit) };
         let answer = or_cancelled(cancel, async {
@@ -239,7 +240,7 @@ impl Server {
                 args.content
             }
         };
-        let call = self.sandboxes.get(&args.sandbox_id)?;
+        let call = self.sandboxes.get(&self.caller, &args.sandbox_id)?;
         let request = WriteFile { path: args.path, data, append: args.append, mode: None };
         let answer = or_cancelled(cancel, async {
             call.sandbox.write_file(request).await.map_err(TaskError::from)
@@ -254,7 +255,7 @@ impl Server {
         cancel: &CancellationToken,
     ) -> Result<CallToolResult, TaskError> {
         check_range("limit", args.limit, MAX_ENTRIES)?;
-        let call = self.sandboxes.get(&args.sandbox_id)?;
+        let call = self.sandboxes.get(&self.caller, &args.sandbox_id)?;
         let path = if args.path.is_empty() { OUTPUT_PATH.to_owned() } else { args.path };
         let request = ListFiles { path, recursive: args.recursive, limit: u64::from(args.limit) };
         let mut answer = or_cancelled(cancel, async {
