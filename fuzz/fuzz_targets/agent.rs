@@ -258,28 +258,60 @@ impl Line {
     }
 }
 
+/// What the other side says, ready to be sent: its memory is not the host's.
+enum Said {
+    Listen,
+    Bytes(Vec<u8>),
+}
+
+/// Most bytes of all messages. What the longest lines cost is more than the limits of this process, and
+/// has tests of its own beside the code that bounds them.
+const ALL: usize = 2 << 20;
+
+/// What comes first and is not too long in all.
+fn bounded<T>(all: impl Iterator<Item = T>, length: impl Fn(&T) -> usize) -> Vec<T> {
+    let mut left = ALL;
+    all.take_while(|one| {
+        let fits = left.checked_sub(length(one));
+        left = fits.unwrap_or(0);
+        fits.is_some()
+    })
+    .collect()
+}
+
+fn said(steps: &[Step]) -> Vec<Said> {
+    let said = steps.iter().take(64).map(|step| match step {
+        Step::Listen => Said::Listen,
+        Step::Line(line) => Said::Bytes(format!("{}\n", line.value()).into_bytes()),
+        Step::Frame(kind, channel, data, length) => {
+            let data = data.bytes();
+            let length = length.unwrap_or(data.len() as u32);
+            let mut bytes = vec![kind % 9, channel % 4, 0, 0];
+            bytes.extend(length.to_le_bytes());
+            bytes.extend(data);
+            Said::Bytes(bytes)
+        }
+        Step::Bytes(data) => Said::Bytes(data.bytes()),
+    });
+    bounded(said, |said| match said {
+        Said::Listen => 0,
+        Said::Bytes(bytes) => bytes.capacity(),
+    })
+}
+
 /// Says a program to the host, then hangs up. The host may do so first.
-async fn say(mut stream: UnixStream, steps: &[Step]) {
+async fn say(mut stream: UnixStream, said: Vec<Said>) {
     let mut heard = [0; 4096];
-    for step in steps.iter().take(64) {
+    for step in said {
         let bytes = match step {
-            Step::Listen => {
+            Said::Listen => {
                 for _ in 0..8 {
                     tokio::task::yield_now().await;
                 }
                 let _ = stream.try_read(&mut heard);
                 continue;
             }
-            Step::Line(line) => format!("{}\n", line.value()).into_bytes(),
-            Step::Frame(kind, channel, data, length) => {
-                let data = data.bytes();
-                let length = length.unwrap_or(data.len() as u32);
-                let mut bytes = vec![kind % 9, channel % 4, 0, 0];
-                bytes.extend(length.to_le_bytes());
-                bytes.extend(data);
-                bytes
-            }
-            Step::Bytes(data) => data.bytes(),
+            Said::Bytes(bytes) => bytes,
         };
         if stream.write_all(&bytes).await.is_err() {
             return;
@@ -289,29 +321,57 @@ async fn say(mut stream: UnixStream, steps: &[Step]) {
     while matches!(stream.read(&mut heard).await, Ok(1..)) {}
 }
 
-async fn talk(program: &Program) {
-    if let Program::Vmm(lines) = program {
-        let (vmm, theirs) = fuzzing::Vmm::new().expect("a socket pair");
-        let (_, end) = tokio::join!(say_messages(theirs, lines), vmm.end());
-        return end;
-    }
-    let (ours, theirs) = UnixStream::pair().expect("a socket pair");
-    match program {
-        Program::Boot(steps) => drop(tokio::join!(fuzzing::boot(ours), say(theirs, steps))),
-        Program::Stream(steps) => drop(tokio::join!(fuzzing::stream(ours), say(theirs, steps))),
-        Program::Calls(steps) => drop(tokio::join!(fuzzing::calls(ours), say(theirs, steps))),
-        Program::Vmm(_) => {}
+/// A program whose messages are ready.
+enum Prepared {
+    Boot(Vec<Said>),
+    Stream(Vec<Said>),
+    Calls(Vec<Said>),
+    Vmm(Vec<(String, bool)>),
+}
+
+impl Prepared {
+    fn new(program: &Program) -> Self {
+        match program {
+            Program::Boot(steps) => Self::Boot(said(steps)),
+            Program::Stream(steps) => Self::Stream(said(steps)),
+            Program::Calls(steps) => Self::Calls(said(steps)),
+            Program::Vmm(lines) => {
+                let lines = lines.iter().take(32).map(|(line, fd)| (line.value().to_string(), *fd));
+                Self::Vmm(bounded(lines, |(packet, _)| packet.capacity()))
+            }
+        }
     }
 }
 
-async fn say_messages(socket: OwnedFd, lines: &[(Line, bool)]) {
-    for (line, with_fd) in lines.iter().take(32) {
-        let packet = line.value().to_string();
+async fn talk(program: Prepared) {
+    let pair = || UnixStream::pair().expect("a socket pair");
+    match program {
+        Prepared::Boot(said) => {
+            let (ours, theirs) = pair();
+            tokio::join!(fuzzing::boot(ours), say(theirs, said));
+        }
+        Prepared::Stream(said) => {
+            let (ours, theirs) = pair();
+            tokio::join!(fuzzing::stream(ours), say(theirs, said));
+        }
+        Prepared::Calls(said) => {
+            let (ours, theirs) = pair();
+            tokio::join!(fuzzing::calls(ours), say(theirs, said));
+        }
+        Prepared::Vmm(packets) => {
+            let (vmm, theirs) = fuzzing::Vmm::new().expect("a socket pair");
+            tokio::join!(say_packets(theirs, packets), vmm.end());
+        }
+    }
+}
+
+async fn say_packets(socket: OwnedFd, packets: Vec<(String, bool)>) {
+    for (packet, with_fd) in packets {
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut beside = SendAncillaryBuffer::new(&mut space);
         let (one, _other) = std::os::unix::net::UnixStream::pair().expect("a socket pair");
         let fds = [one.as_fd()];
-        if *with_fd {
+        if with_fd {
             assert!(beside.push(SendAncillaryMessage::ScmRights(&fds)));
         }
         let part = std::io::IoSlice::new(packet.as_bytes());
@@ -334,10 +394,11 @@ fn ignore_broken_pipes() {
 
 libfuzzer_sys::fuzz_target!(|program: Program| {
     ignore_broken_pipes();
+    let program = Prepared::new(&program);
     let limits = Limits::new();
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    runtime.block_on(talk(&program));
+    runtime.block_on(talk(program));
     drop(runtime);
     limits.check();
 });

@@ -15,6 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 
+use super::bounded::Bounded;
 use super::quote;
 
 /// A connection to the agent's tools. Dropping a call cancels it in the guest.
@@ -34,7 +35,7 @@ impl Client {
     /// Speaks MCP on `stream` from now on.
     pub(crate) fn new(stream: UnixStream) -> Self {
         let (read, write) = stream.into_split();
-        let transport = AsyncRwTransport::<RoleClient, _, _>::new(read, write)
+        let transport = AsyncRwTransport::<RoleClient, _, _>::new(Bounded::new(read), write)
             .with_max_line_length(MAX_MCP_LINE);
         let us = Implementation::new("casulo", env!("CARGO_PKG_VERSION"));
         let us = ClientConfig::new(ClientCapabilities::default(), us);
@@ -97,8 +98,9 @@ mod tests {
             theirs.read_line(&mut line).await.unwrap();
             let request: serde_json::Value = serde_json::from_str(&line).unwrap();
             let answer = answer.replace("ID", &request["id"].to_string());
-            theirs.write_all(answer.as_bytes()).await.unwrap();
-            theirs.write_all(b"\n").await.unwrap();
+            // The host may hang up before the end.
+            let _ = theirs.write_all(answer.as_bytes()).await;
+            let _ = theirs.write_all(b"\n").await;
             request
         });
         let client = Client::new(ours);
@@ -148,5 +150,22 @@ mod tests {
         let result: Result<FileWritten, _> =
             client.call(tool::WRITE_FILE, &WriteFile::default()).await;
         assert!(matches!(result, Err(CallError::Lost(_))));
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_would_take_more_memory_than_an_answer_may_ends_the_connection() {
+        let answer = |content: &str| {
+            let head =
+                r#"{"jsonrpc":"2.0","id":ID,"result":{"resultType":"complete","content":[],"#;
+            format!(r#"{head}"structuredContent":{{"size":7,"more":{content}}}}}}}"#)
+        };
+        // Far more values than the host takes, in a line of a length that it takes; and too long a text.
+        let values = format!("[{}0]", "0,".repeat((MAX_MCP_LINE - 500) / 2));
+        let text = format!("\"{}\"", "x".repeat(MAX_MCP_LINE));
+        for content in [values, text] {
+            assert!(matches!(call(&answer(&content)).await.0, Err(CallError::Lost(_))));
+        }
+        let texts = format!("[{}0]", "\"[,:{\",".repeat(100_000));
+        assert_eq!(call(&answer(&texts)).await.0.unwrap().size, 7);
     }
 }
