@@ -6,6 +6,7 @@ mod image;
 mod mcp;
 mod options;
 mod run;
+mod serve;
 mod stdio;
 mod terminal;
 
@@ -38,6 +39,11 @@ enum Command {
     /// Give it to an agent as the command of an MCP server. Sandboxes are made after these options
     /// and end with this process.
     Mcp(Box<mcp::Args>),
+    /// Serve MCP over Streamable HTTP to several clients
+    ///
+    /// Sandboxes are made after the options of the microVM. Callers show a token and do not see each
+    /// other's sandboxes.
+    Serve(Box<serve::Args>),
     /// List and inspect images
     #[command(subcommand)]
     Image(image::Command),
@@ -66,6 +72,7 @@ pub fn main() -> u8 {
     match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Mcp(args) => mcp::run(&args),
+        Command::Serve(args) => serve::run(&args),
         Command::Image(command) => image::run(&command),
         Command::Doctor { json } => doctor::run(json),
         Command::EmulatedHost(args) => match crate::emulated::command::run(args, &host::home()) {

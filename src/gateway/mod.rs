@@ -3,6 +3,9 @@
 //! The gateway owns the tool list, the schemas and the limits. The guest's agent answers its calls,
 //! and those answers are data: [`render`](self) bounds and decodes them.
 
+#[cfg(feature = "http")]
+pub mod http;
+mod metrics;
 mod render;
 mod sandboxes;
 mod server;
@@ -27,6 +30,7 @@ const REAP_EVERY: Duration = Duration::from_secs(5);
 /// output or HTTP, serves one of these.
 pub struct Gateway {
     sandboxes: Arc<sandboxes::Sandboxes>,
+    metrics: Arc<metrics::Metrics>,
     host: HostKind,
     reaper: tokio::task::JoinHandle<()>,
 }
@@ -56,13 +60,21 @@ impl Gateway {
                 }
             }
         });
-        Self { sandboxes, host, reaper }
+        Self { sandboxes, metrics: Arc::default(), host, reaper }
     }
 
     /// The MCP server for one caller.
     fn server(&self, caller: &str) -> server::Server {
-        let sandboxes = Arc::clone(&self.sandboxes);
-        server::Server { sandboxes, caller: caller.into(), host: self.host }
+        let (sandboxes, metrics) = (Arc::clone(&self.sandboxes), Arc::clone(&self.metrics));
+        server::Server { sandboxes, metrics, caller: caller.into(), host: self.host }
+    }
+
+    /// Counters for Prometheus; `in_flight` calls are being answered.
+    #[cfg(feature = "http")]
+    fn metrics_text(&self, in_flight: usize, draining: bool) -> String {
+        let (sandboxes, kept) = self.sandboxes.count();
+        let limit = self.sandboxes.limits.sandboxes;
+        self.metrics.text(metrics::Now { sandboxes, kept, limit, in_flight, draining })
     }
 
     /// Serves one MCP client on standard input and output until it closes them, or until `stop` is

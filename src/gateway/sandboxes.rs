@@ -172,6 +172,13 @@ impl Sandboxes {
         held.sandbox.close(Files::List).await.map_err(TaskError::from)
     }
 
+    /// How many there are, and how many of them are kept.
+    #[cfg(feature = "http")]
+    pub(super) fn count(&self) -> (usize, usize) {
+        let all = self.limits.sandboxes.saturating_sub(self.slots.available_permits());
+        (all, lock(&self.kept).len())
+    }
+
     /// Ends every sandbox that is idle, too old or lost.
     pub(super) fn reap(&self) {
         let now = Instant::now();

@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
+use std::time::Instant;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -21,6 +22,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
+use super::metrics::{Metrics, Outcome};
 use super::render;
 use super::sandboxes::{Caller, Held, Sandboxes};
 use super::tools::{
@@ -41,6 +43,7 @@ const INSTRUCTIONS: &str = "Runs code and commands in isolated Linux microVMs wi
 #[derive(Clone)]
 pub(super) struct Server {
     pub(super) sandboxes: Arc<Sandboxes>,
+    pub(super) metrics: Arc<Metrics>,
     pub(super) caller: Caller,
     pub(super) host: HostKind,
 }
@@ -314,7 +317,14 @@ impl ServerHandler for Server {
                 None,
             ));
         };
+        let started = Instant::now();
         let result = self.call(tool, request.arguments, &context.ct).await;
+        let outcome = match &result {
+            Ok(_) => Outcome::Result,
+            Err(_) if context.ct.is_cancelled() => Outcome::Cancelled,
+            Err(_) => Outcome::Error,
+        };
+        self.metrics.call(tool.as_str(), outcome, started.elapsed());
         Ok(result.unwrap_or_else(|error| error_result(&error)).into())
     }
 }
