@@ -1,6 +1,7 @@
 //! Where Casulo's files are, and what a microVM runs on here.
 
 use std::io::Write;
+use std::net::SocketAddrV4;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -47,13 +48,22 @@ pub(crate) enum Choice {
     Done(u8),
 }
 
-/// Chooses the host, and runs this process's own command line in the emulated one if it has to be;
-/// with `terminal` on a terminal, and with or without standard `input`.
+/// How the emulated host is connected with this one.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Connection {
+    /// The command has a terminal.
+    pub(crate) terminal: bool,
+    /// The command reads standard input.
+    pub(crate) input: bool,
+    /// The command listens on this address.
+    pub(crate) listen: Option<SocketAddrV4>,
+}
+
+/// Chooses the host, and runs this process's own command line in the emulated one if it has to be.
 pub(crate) fn choose(
     options: &SandboxOptions,
     config: &RuntimeConfig,
-    terminal: bool,
-    input: bool,
+    connection: Connection,
 ) -> Result<Choice, String> {
     if config.emulated || options.host == Host::Native {
         return Ok(Choice::Native);
@@ -74,13 +84,13 @@ pub(crate) fn choose(
             }
         }
     }
-    if !input {
+    if !connection.input {
         // In the emulated host standard input is a pipe, which is always passed on.
         if let Ok(null) = std::fs::File::open("/dev/null") {
             let _ = rustix::stdio::dup2_stdin(&null);
         }
     }
-    match rerun(options, terminal) {
+    match rerun(options, connection) {
         Ok(status) => Ok(Choice::Done(emulated::command::exit_code(status))),
         Err(EmulatedError::Interrupted(signal)) => {
             Ok(Choice::Done(u8::try_from(signal.saturating_add(128)).unwrap_or(125)))
@@ -112,13 +122,13 @@ pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
 
 fn rerun(
     options: &SandboxOptions,
-    terminal: bool,
+    connection: Connection,
 ) -> Result<std::process::ExitStatus, EmulatedError> {
     let system = |what, error| EmulatedError::System { what, error };
     let exe = std::env::current_exe().map_err(|e| system("find the program's own path", e))?;
     let argv = std::iter::once(exe.clone().into_os_string()).chain(std::env::args_os().skip(1));
     let mut job = Job::new(argv.collect()).map_err(|e| system("find the current folder", e))?;
-    job.terminal = terminal;
+    job.terminal = connection.terminal;
     let home = home();
     let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     if let Some(output) = &options.output {
@@ -138,6 +148,7 @@ fn rerun(
     let mut machine = Machine::new(&home);
     // What the host itself needs beside the guest.
     machine.memory_mib = machine.memory_mib.max(options.memory.saturating_add(1024));
+    machine.forward = connection.listen;
     emulated::run(&job, &machine)
 }
 

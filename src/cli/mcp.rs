@@ -5,7 +5,7 @@ use std::sync::Arc;
 use casulo_protocol::result::HostKind;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::cli::host::{self, Choice};
+use crate::cli::host::{self, Choice, Connection};
 use crate::cli::options::SandboxOptions;
 use crate::cli::{FAILED, complain};
 use crate::gateway::{Gateway, Limits};
@@ -26,7 +26,8 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> u8 {
     let status = host::config().map_err(|e| e.to_string()).and_then(|config| {
         capacity::check(args.sandbox.memory).map_err(|e| e.to_string())?;
-        match host::choose(&args.sandbox, &config, false, true)? {
+        let stdio = Connection { input: true, ..Connection::default() };
+        match host::choose(&args.sandbox, &config, stdio)? {
             Choice::Native => serve(args, config),
             Choice::Done(status) => Ok(status),
         }

@@ -12,7 +12,7 @@ use tokio::io::AsyncRead;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
-use crate::cli::host::{self, Choice};
+use crate::cli::host::{self, Choice, Connection};
 use crate::cli::options::{CommandOptions, SandboxOptions};
 use crate::cli::stdio::Standard;
 use crate::cli::{FAILED, complain, terminal};
@@ -64,7 +64,9 @@ pub(crate) fn run(args: &Args) -> u8 {
     if let Err(e) = capacity::check(args.sandbox.memory) {
         return fail(args, &e.into());
     }
-    match host::choose(&args.sandbox, &config, args.terminal, passes_input(args)) {
+    let (terminal, input) = (args.terminal, passes_input(args));
+    let connection = Connection { terminal, input, ..Connection::default() };
+    match host::choose(&args.sandbox, &config, connection) {
         Ok(Choice::Native) => {}
         Ok(Choice::Done(status)) => return status,
         Err(text) => return fail(args, &internal(text)),

@@ -1,5 +1,6 @@
 //! `casulo serve`: the MCP gateway over Streamable HTTP.
 
+use std::net::{SocketAddr, SocketAddrV4};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,9 +9,10 @@ use casulo_protocol::result::HostKind;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::cli::host::{self, Choice};
+use crate::cli::host::{self, Choice, Connection};
 use crate::cli::options::{Host, SandboxOptions};
 use crate::cli::{FAILED, complain};
+use crate::emulated;
 use crate::gateway::http::{self, Address, Config, HttpServer};
 use crate::gateway::{Gateway, Limits};
 use crate::vm::capacity;
@@ -62,6 +64,18 @@ struct ServerOptions {
 }
 
 impl ServerOptions {
+    /// What this machine passes on to a server in the emulated host.
+    fn forward(&self) -> Result<SocketAddrV4, String> {
+        match self.listen {
+            Address::Tcp(SocketAddr::V4(address)) if address.port() != 0 => Ok(address),
+            _ => Err(format!(
+                "the emulated host can be reached on an IPv4 address and a port other than 0 only, \
+                 and not on {}",
+                self.listen
+            )),
+        }
+    }
+
     /// What the server is to do, and where the tokens are if a file of them was made.
     fn config(&self) -> Result<(Config, Option<PathBuf>), String> {
         let (tokens, file) = match &self.token_file {
@@ -75,6 +89,11 @@ impl ServerOptions {
         };
         let mut config = Config::new(self.listen.clone(), tokens);
         config.anonymous = self.no_token;
+        if let Address::Tcp(listen) = &self.listen
+            && emulated::is_forwarded()
+        {
+            config.bind = Some(SocketAddr::from((emulated::FORWARDED, listen.port())));
+        }
         config.hosts.clone_from(&self.allow_host);
         config.origins.clone_from(&self.allow_origin);
         config.tls = self.tls_cert.clone().zip(self.tls_key.clone());
@@ -94,7 +113,10 @@ pub(crate) fn run(args: &Args) -> u8 {
                 format!("{trouble}; for development, `--host emulated` serves without KVM")
             })?;
         }
-        match host::choose(&args.sandbox, &config, false, false)? {
+        let forward = args.sandbox.host == Host::Emulated && !config.emulated;
+        let listen = forward.then(|| args.server.forward()).transpose()?;
+        let connection = Connection { listen, ..Connection::default() };
+        match host::choose(&args.sandbox, &config, connection)? {
             Choice::Native => serve(args, config),
             Choice::Done(status) => Ok(status),
         }

@@ -7,6 +7,7 @@
 use std::ffi::{CString, OsStr};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
+use std::net::Ipv4Addr;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -16,9 +17,10 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::mount::MountFlags;
 use rustix::net::netlink::SocketAddrNetlink;
-use rustix::net::{AddressFamily, SendFlags, SocketType};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
 use rustix::system::RebootCommand;
 
+use super::FORWARDED;
 use super::idle_vm::IdleVm;
 use super::job::{Export, GuestJob};
 use super::pump;
@@ -80,7 +82,7 @@ fn machine() -> io::Result<()> {
     let data = open_port(DATA_PORT)?;
     let control = open_port(CONTROL_PORT)?;
     root_file_system(&job.exports)?;
-    loopback_up().context(|| "cannot bring the loopback interface up".to_owned())?;
+    network().context(|| "cannot set the network up".to_owned())?;
     let hostname = job.hostname.to_os();
     rustix::system::sethostname(hostname.as_bytes())
         .context(|| "cannot set the host name".to_owned())?;
@@ -260,28 +262,76 @@ fn devices(dev: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// `ip link set lo up`: one netlink message, RTM_NEWLINK for interface 1 with IFF_UP.
-fn loopback_up() -> io::Result<()> {
+/// Brings loopback up, and where QEMU passes a port on, the interface that it comes from.
+fn network() -> io::Result<()> {
+    const LOOPBACK: u32 = 1;
+    link_up(LOOPBACK)?;
+    // There is one if this machine was started with it.
+    if let Ok(index) = fs::read_to_string("/sys/class/net/eth0/ifindex") {
+        let index = index.trim().parse().map_err(io::Error::other)?;
+        add_address(index, FORWARDED, 24)?;
+        link_up(index)?;
+    }
+    Ok(())
+}
+
+/// `ip link set up`: RTM_NEWLINK with IFF_UP.
+fn link_up(index: u32) -> io::Result<()> {
     const RTM_NEWLINK: u16 = 16;
-    const NLM_F_REQUEST: u16 = 1;
     const IFF_UP: u32 = 1;
-    const LOOPBACK: i32 = 1;
+    // ifinfomsg: family and padding, type, index, flags, mask of changed flags
+    let mut message = vec![0; 4];
+    message.extend(index.to_ne_bytes());
+    message.extend(IFF_UP.to_ne_bytes());
+    message.extend(IFF_UP.to_ne_bytes());
+    netlink(RTM_NEWLINK, 0, &message)
+}
+
+/// `ip address add`: RTM_NEWADDR.
+fn add_address(index: u32, address: Ipv4Addr, prefix: u8) -> io::Result<()> {
+    const RTM_NEWADDR: u16 = 20;
+    const NLM_F_CREATE: u16 = 0x400;
+    const AF_INET: u8 = 2;
+    const IFA_ADDRESS: u16 = 1;
+    const IFA_LOCAL: u16 = 2;
+    // ifaddrmsg: family, length of the prefix, flags, scope, index; then two attributes of 8 bytes
+    let mut message = vec![AF_INET, prefix, 0, 0];
+    message.extend(index.to_ne_bytes());
+    for attribute in [IFA_LOCAL, IFA_ADDRESS] {
+        message.extend(8u16.to_ne_bytes());
+        message.extend(attribute.to_ne_bytes());
+        message.extend(address.octets());
+    }
+    netlink(RTM_NEWADDR, NLM_F_CREATE, &message)
+}
+
+/// Sends one message to the kernel's routing tables, and reads whether it was done.
+fn netlink(kind: u16, flags: u16, body: &[u8]) -> io::Result<()> {
+    const HEADER: u32 = 16;
+    const NLM_F_REQUEST: u16 = 1;
+    const NLM_F_ACK: u16 = 4;
     // Protocol 0 is NETLINK_ROUTE.
     let socket = rustix::net::socket(AddressFamily::NETLINK, SocketType::RAW, None)?;
-    let mut message = Vec::with_capacity(32);
+    let length = u32::try_from(body.len()).map_err(io::Error::other)?.saturating_add(HEADER);
     // nlmsghdr: length, type, flags, sequence, port
-    message.extend(32u32.to_ne_bytes());
-    message.extend(RTM_NEWLINK.to_ne_bytes());
-    message.extend(NLM_F_REQUEST.to_ne_bytes());
+    let mut message = Vec::new();
+    message.extend(length.to_ne_bytes());
+    message.extend(kind.to_ne_bytes());
+    message.extend((NLM_F_REQUEST | NLM_F_ACK | flags).to_ne_bytes());
     message.extend([0; 8]);
-    // ifinfomsg: family and padding, type, index, flags, mask of changed flags
-    message.extend([0; 4]);
-    message.extend(LOOPBACK.to_ne_bytes());
-    message.extend(IFF_UP.to_ne_bytes());
-    message.extend(IFF_UP.to_ne_bytes());
+    message.extend(body);
     let kernel = SocketAddrNetlink::new(0, 0);
     rustix::net::sendto(&socket, &message, SendFlags::empty(), &kernel)?;
-    Ok(())
+    // nlmsgerr: after the header, 0 or a negative error number.
+    let mut answer = [0; 64];
+    let (got, _) = rustix::net::recv(&socket, &mut answer[..], RecvFlags::empty())?;
+    match answer.get(..got).and_then(|answer| answer.get(16..20)) {
+        Some(&[a, b, c, d]) => match i32::from_ne_bytes([a, b, c, d]) {
+            0 => Ok(()),
+            error => Err(io::Error::from_raw_os_error(error.saturating_neg())),
+        },
+        _ => Err(io::ErrorKind::UnexpectedEof.into()),
+    }
 }
 
 /// For error messages.

@@ -22,7 +22,8 @@
 //! It is slow, for development, and **no boundary against hostile code**: whoever is root in the
 //! emulated machine reads the caller's files and writes the named folders. In the emulated machine
 //! `/` is read-only, `/tmp` and `/var/tmp` show what is there but keep changes in memory only,
-//! `/run` and `/dev/shm` are empty file systems in memory, and there is no network beside loopback.
+//! `/run` and `/dev/shm` are empty file systems in memory, and there is no network beside loopback;
+//! at most one port of this machine is passed on to a server in there.
 //! 9p has no sockets, FIFOs, devices, `renameat2` flags, hole punching or `O_TMPFILE`, and a file that
 //! is unlinked while open is lost: whoever needs these uses `/tmp` or `/dev/shm`.
 //!
@@ -31,6 +32,7 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -61,6 +63,11 @@ pub fn is_emulated() -> bool {
     std::env::var_os(MARKER).is_some_and(|v| v == "1")
 }
 
+/// Whether this process runs in an emulated host that was started with [`Machine::forward`].
+pub fn is_forwarded() -> bool {
+    is_emulated() && Path::new("/sys/class/net/eth0").exists()
+}
+
 /// The emulated machine.
 #[derive(Clone, Debug)]
 pub struct Machine {
@@ -75,7 +82,14 @@ pub struct Machine {
     pub icount: bool,
     /// Deadline from the start of QEMU to the start of the job.
     pub boot_timeout: Duration,
+    /// A port of this machine on which a server in there is reached. The server must listen on
+    /// [`FORWARDED`] and the same port.
+    pub forward: Option<SocketAddrV4>,
 }
+
+/// Address of the emulated machine on a network of its own, which has no other way out or in than
+/// [`Machine::forward`].
+pub const FORWARDED: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 15);
 
 impl Machine {
     /// The default machine: 3 GiB, 2 processors, real time.
@@ -88,6 +102,7 @@ impl Machine {
             cpus: 2,
             icount: false,
             boot_timeout: Duration::from_secs(180),
+            forward: None,
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io;
+use std::net::SocketAddrV4;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::process::Signal;
 
 use super::job::Export;
-use super::{EmulatedError, Machine, system};
+use super::{EmulatedError, FORWARDED, Machine, system};
 
 const PROGRAM: &str = "qemu-system-x86_64";
 /// An AMD processor with virtualisation. Without `erms` and `fsrm`: programs that see these copy
@@ -135,6 +136,10 @@ fn arguments(
     add(&["-device", "virtio-serial-pci,max_ports=3"]);
     add(&["-device", &format!("virtserialport,nr=1,chardev=data,name={DATA_PORT}")]);
     add(&["-device", &format!("virtserialport,nr=2,chardev=control,name={CONTROL_PORT}")]);
+    if let Some(address) = machine.forward {
+        add(&["-netdev", &forward(address)]);
+        add(&["-device", "virtio-net-pci,netdev=net,romfile="]);
+    }
     list.push("-kernel".into());
     list.push(kernel.into());
     share(&mut list, "root", OsStr::new("/"), false);
@@ -142,6 +147,12 @@ fn arguments(
         share(&mut list, &export.tag, &export.path.to_os(), export.writable);
     }
     list
+}
+
+/// A network without a way out (`restrict`), on which QEMU passes one port on.
+fn forward(address: SocketAddrV4) -> String {
+    let (ip, port) = (address.ip(), address.port());
+    format!("user,id=net,restrict=on,ipv6=off,hostfwd=tcp:{ip}:{port}-{FORWARDED}:{port}")
 }
 
 /// A folder over 9p. Owners are as QEMU can make them: an ordinary user's files stay his own.
@@ -174,6 +185,14 @@ fn escape(path: &OsStr) -> OsString {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_port_is_passed_on_and_nothing_else() {
+        assert_eq!(
+            forward("127.0.0.1:7420".parse().unwrap()),
+            "user,id=net,restrict=on,ipv6=off,hostfwd=tcp:127.0.0.1:7420-10.0.2.15:7420"
+        );
+    }
 
     #[test]
     fn commas_are_doubled() {

@@ -1,20 +1,39 @@
-"""The `mcp` 1.x client of PyPI over stdio: python client_v1.py CASULO [ARGS...]"""
+"""The `mcp` 1.x client of PyPI: python client_v1.py URL, or python client_v1.py CASULO [ARGS...]
+
+With a URL the token is in CASULO_TOKEN."""
 
 import asyncio
 import os
 import sys
+from contextlib import asynccontextmanager
 
+import httpx
 from mcp import ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
+from mcp.client.streamable_http import streamable_http_client
 
 from checks import check
 
 
+@asynccontextmanager
+async def connect():
+    if sys.argv[1].startswith("http"):
+        headers = {"Authorization": "Bearer " + os.environ["CASULO_TOKEN"]}
+        async with httpx.AsyncClient(headers=headers, timeout=120) as http:
+            async with streamable_http_client(sys.argv[1], http_client=http) as (read, write, _):
+                yield read, write
+    else:
+        server = StdioServerParameters(command=sys.argv[1], args=sys.argv[2:], env=dict(os.environ))
+        async with stdio_client(server) as (read, write):
+            yield read, write
+
+
 async def main():
-    server = StdioServerParameters(command=sys.argv[1], args=sys.argv[2:], env=dict(os.environ))
-    async with stdio_client(server) as (read, write):
+    async with connect() as (read, write):
         async with ClientSession(read, write) as session:
-            await session.initialize()
+            hello = await session.initialize()
+            assert hello.protocolVersion == "2025-11-25", hello
+            assert hello.serverInfo.name == "casulo", hello
 
             async def call(name, arguments):
                 result = await session.call_tool(name, arguments)

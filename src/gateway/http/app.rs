@@ -181,7 +181,13 @@ impl App {
 
     async fn mcp(self: &Arc<Self>, caller: &Caller, request: Request<Incoming>) -> Response<Body> {
         if request.method() != Method::POST {
-            return caller.mcp.handle(request).await;
+            let end = request.method() == Method::DELETE;
+            let mut response = caller.mcp.handle(request).await;
+            // The session has ended by now; some clients take "accepted" for a failure.
+            if end && response.status() == StatusCode::ACCEPTED {
+                *response.status_mut() = StatusCode::NO_CONTENT;
+            }
+            return response;
         }
         let in_flight = InFlight::new(self);
         if self.draining.load(Ordering::Relaxed) {

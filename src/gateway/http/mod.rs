@@ -21,6 +21,7 @@ mod tests;
 mod tls;
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -58,6 +59,8 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 pub struct Config {
     /// Where to listen.
     pub listen: Address,
+    /// Where to listen instead if something passes on to there what comes to `listen`.
+    pub bind: Option<SocketAddr>,
     /// Who may call. May be empty on a socket in the file system.
     pub tokens: Vec<Entry>,
     /// Serve without a token whoever reaches a loopback address. On a socket in the file system this
@@ -80,6 +83,7 @@ impl Config {
     pub fn new(listen: Address, tokens: Vec<Entry>) -> Self {
         Self {
             listen,
+            bind: None,
             tokens,
             anonymous: false,
             hosts: Vec::new(),
@@ -167,8 +171,13 @@ impl HttpServer {
         };
         let tls = config.tls.as_ref().map(|(c, k)| tls::acceptor(c, k)).transpose()?;
         let failed = |error| ServeError::Listen { address: config.listen.clone(), error };
-        let listener = Listener::bind(&config.listen).await.map_err(failed)?;
-        let address = listener.address().map_err(failed)?;
+        let bind = config.bind.map(Address::Tcp);
+        let listener = Listener::bind(bind.as_ref().unwrap_or(&config.listen));
+        let listener = listener.await.map_err(failed)?;
+        let address = match bind {
+            Some(_) => config.listen.clone(),
+            None => listener.address().map_err(failed)?,
+        };
         let open = config.anonymous || matches!(address, Address::Unix(_));
         let cancel = CancellationToken::new();
         let app = Arc::new(App::new(gateway, names, config.tokens, open, &cancel));

@@ -279,7 +279,7 @@ async fn a_session_is_of_no_use_to_another_caller() {
     assert_eq!(status(legacy_list(Some(BOB), &session)).await, StatusCode::NOT_FOUND);
     status(end(BOB)).await;
     assert_eq!(status(legacy_list(Some(ANA), &session)).await, StatusCode::OK);
-    status(end(ANA)).await;
+    assert_eq!(status(end(ANA)).await, StatusCode::NO_CONTENT);
     assert_eq!(status(legacy_list(Some(ANA), &session)).await, StatusCode::NOT_FOUND);
 }
 
