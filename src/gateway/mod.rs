@@ -5,6 +5,7 @@
 
 #[cfg(feature = "http")]
 pub mod http;
+#[cfg_attr(not(feature = "http"), expect(dead_code, reason = "only HTTP shows the counters"))]
 mod metrics;
 mod render;
 mod sandboxes;
