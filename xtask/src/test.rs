@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::{build, fuzz, mcp, paths, pip, sh};
+use crate::{build, fuzz, paths, pip, sh};
 
 /// Options.
 #[derive(clap::Args)]
@@ -248,26 +248,17 @@ fn memory() -> String {
     if here >= ENOUGH { most } else { least }.to_string()
 }
 
-/// Every client lists and calls the tools of `casulo mcp`, which finds its host itself, and of
-/// `casulo serve`.
+/// Every client lists and calls the tools of `casulo mcp`, which finds its host itself.
 fn mcp_clients() -> Result<()> {
-    let casulo = paths::root().join("target/release/casulo");
-    let server = mcp::Server::start(&casulo)?;
     for (client, program) in CLIENTS {
         let packages = pip::install(client, true)?;
-        let python = || {
-            let mut python = Command::new("python3");
-            python.env("PYTHONPATH", &packages).current_dir(paths::root());
-            python.arg(paths::root().join("tests/mcp").join(program));
-            python
-        };
-        let mut http = python();
-        http.arg(server.url()).env("CASULO_TOKEN", server.token());
-        sh::run(&mut http).with_context(|| format!("the client {client} over HTTP"))?;
-        sh::run(python().arg(&casulo).arg("mcp"))
-            .with_context(|| format!("the client {client} over stdio"))?;
+        let mut python = Command::new("python3");
+        python.env("PYTHONPATH", packages).current_dir(paths::root());
+        python.arg(paths::root().join("tests/mcp").join(program));
+        python.arg(paths::root().join("target/release/casulo")).arg("mcp");
+        sh::run(&mut python).with_context(|| format!("the client {client}"))?;
     }
-    server.stop()
+    Ok(())
 }
 
 /// The program of the guest tests, from cargo's messages: its name has a hash in it.
