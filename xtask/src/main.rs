@@ -13,6 +13,7 @@ mod emulated;
 mod fuzz;
 mod images;
 mod kernel;
+mod mcp;
 mod paths;
 mod pip;
 mod sh;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::{build, fuzz, paths, pip, sh};
+use crate::{build, fuzz, mcp, paths, pip, sh};
 
 /// Options.
 #[derive(clap::Args)]
@@ -252,17 +252,32 @@ fn memory() -> String {
     if here >= ENOUGH { most } else { least }.to_string()
 }
 
-/// Every client lists and calls the tools of `casulo mcp`, which finds its host itself.
+/// Every client lists and calls the tools of `casulo mcp`, which finds its host itself, and of
+/// `casulo serve`.
 fn mcp_clients() -> Result<()> {
+    let casulo = paths::root().join("target/release/casulo");
+    let server = mcp::Server::start(&casulo)?;
     for (client, program) in CLIENTS {
         let packages = pip::install(client, true)?;
-        let mut python = Command::new("python3");
-        python.env("PYTHONPATH", packages).current_dir(paths::root());
-        python.arg(paths::root().join("tests/mcp").join(program));
-        python.arg(paths::root().join("target/release/casulo")).arg("mcp");
-        sh::run_within(&mut python, STEP_LIMIT).with_context(|| format!("the client {client}"))?;
+        let python = || {
+            let mut python = Command::new("python3");
+            python.env("PYTHONPATH", &packages).current_dir(paths::root());
+            python.arg(paths::root().join("tests/mcp").join(program));
+            python
+        };
+        let mut http = python();
+        http.arg(server.url()).env("CASULO_TOKEN", server.token());
+        let name = |way| move || format!("the client {client} {way}");
+        sh::run_within(&mut http, STEP_LIMIT).with_context(name("over HTTP"))?;
+        let mut bridged = python();
+        bridged.arg(&casulo).args(["mcp", "--connect", server.url()]);
+        bridged.env("CASULO_TOKEN", server.token());
+        sh::run_within(&mut bridged, STEP_LIMIT).with_context(name("over the bridge"))?;
+        let mut stdio = python();
+        stdio.arg(&casulo).arg("mcp");
+        sh::run_within(&mut stdio, STEP_LIMIT).with_context(name("over stdio"))?;
     }
-    Ok(())
+    server.stop()
 }
 
 /// The program of the guest tests, from cargo's messages: its name has a hash in it.

@@ -1,0 +1,95 @@
+//! A `casulo serve` for clients that nobody here wrote.
+
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use crate::build;
+
+/// A running server on a port of its own.
+pub(crate) struct Server {
+    child: Child,
+    url: String,
+    token: String,
+    _folder: tempfile::TempDir,
+}
+
+impl Server {
+    /// Starts one, in the emulated host where there is no KVM, and waits until it says that it
+    /// serves.
+    pub(crate) fn start(casulo: &Path) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let (file, token) = (folder.path().join("tokens"), "f".repeat(64));
+        write_private(&file, &format!("client {token}\n"))?;
+        // Free a moment ago; the emulated host cannot tell which one it took.
+        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let host = if build::kvm_works() { "native" } else { "emulated" };
+        let mut child = Command::new(casulo)
+            .args(["serve", "--host", host, "--listen", &format!("127.0.0.1:{port}")])
+            .arg("--token-file")
+            .arg(&file)
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .context("cannot start casulo serve")?;
+        let stderr = child.stderr.take().context("casulo serve has no stderr")?;
+        let mut lines = BufReader::new(stderr).lines();
+        for line in lines.by_ref() {
+            let line = line?;
+            eprintln!("{line}");
+            if let Some((_, url)) = line.split_once("serving MCP at ") {
+                let url = url.to_owned();
+                std::thread::spawn(move || {
+                    lines.map_while(Result::ok).for_each(|l| eprintln!("{l}"))
+                });
+                return Ok(Self { child, url, token, _folder: folder });
+            }
+        }
+        let status = child.wait()?;
+        bail!("casulo serve ended with {status}")
+    }
+
+    pub(crate) fn url(&self) -> &str {
+        &self.url
+    }
+
+    pub(crate) fn token(&self) -> &str {
+        &self.token
+    }
+
+    /// Ends it as a service manager does.
+    pub(crate) fn stop(mut self) -> Result<()> {
+        terminate(&self.child)?;
+        let status = self.child.wait()?;
+        if !status.success() {
+            bail!("after SIGTERM casulo serve ended with {status}");
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Both fail only when it has ended already. A kill would leave the guests to the kernel,
+        // which is good enough after a failed test.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn terminate(child: &Child) -> Result<()> {
+    let pid = i32::try_from(child.id())?;
+    let pid = rustix::process::Pid::from_raw(pid).context("a child has a process id")?;
+    Ok(rustix::process::kill_process(pid, rustix::process::Signal::TERM)?)
+}
+
+fn write_private(path: &Path, text: &str) -> Result<()> {
+    use std::io::Write;
+    use std::os::unix::fs::OpenOptionsExt;
+    let mut options = std::fs::OpenOptions::new();
+    options.write(true).create_new(true).mode(0o600).open(path)?.write_all(text.as_bytes())?;
+    Ok(())
+}
