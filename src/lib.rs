@@ -23,6 +23,8 @@ pub use casulo_protocol as protocol;
 
 mod agent;
 mod boot;
+#[cfg(feature = "http")]
+pub mod bridge;
 mod capture;
 #[cfg(feature = "cli")]
 pub mod cli;

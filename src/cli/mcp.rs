@@ -5,6 +5,7 @@ use std::sync::Arc;
 use casulo_protocol::result::HostKind;
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::cli::connect::ConnectOptions;
 use crate::cli::host::{self, Choice, Connection};
 use crate::cli::options::SandboxOptions;
 use crate::cli::{FAILED, complain};
@@ -16,6 +17,8 @@ use crate::{Runtime, RuntimeConfig};
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
     #[command(flatten)]
+    connect: ConnectOptions,
+    #[command(flatten)]
     sandbox: SandboxOptions,
     /// Most sandboxes at once
     #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
@@ -24,6 +27,12 @@ pub(crate) struct Args {
 
 /// Serves until the client closes standard input; gives the exit status.
 pub(crate) fn run(args: &Args) -> u8 {
+    if let Some(url) = &args.connect.connect {
+        return args.connect.run(url).unwrap_or_else(|error| {
+            complain(&error);
+            FAILED
+        });
+    }
     let status = host::config().map_err(|e| e.to_string()).and_then(|config| {
         capacity::check(args.sandbox.memory).map_err(|e| e.to_string())?;
         let stdio = Connection { input: true, ..Connection::default() };

@@ -1,5 +1,6 @@
 //! The command `casulo`: a thin user of the library.
 
+mod connect;
 mod doctor;
 mod host;
 mod image;
@@ -114,5 +115,15 @@ mod tests {
             assert!(text.contains("cpus: 2"), "{text}");
         }
         assert!(Cli::try_parse_from(["casulo", "run"]).is_err());
+    }
+
+    #[test]
+    fn a_connection_has_no_sandboxes_of_its_own() {
+        let parse = |words: &[&str]| Cli::try_parse_from([&["casulo", "mcp"], words].concat());
+        assert!(parse(&["--connect", "unix:/run/x"]).is_ok());
+        assert!(parse(&["--connect", "unix:/run/x", "--memory", "1024"]).is_err());
+        assert!(parse(&["--connect", "unix:/run/x", "--max-sandboxes", "2"]).is_err());
+        assert!(parse(&["--token-file", "x"]).is_err());
+        assert!(parse(&["--memory", "1024"]).is_ok());
     }
 }

@@ -17,7 +17,7 @@ mod auth;
 mod listen;
 mod origin;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod tls;
 
 use std::io;

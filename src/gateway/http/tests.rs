@@ -20,12 +20,12 @@ use super::*;
 use crate::gateway::Limits;
 use crate::{Runtime, RuntimeConfig};
 
-const ANA: &str = "ana-0123456789abcdef0123456789abcdef";
+pub(crate) const ANA: &str = "ana-0123456789abcdef0123456789abcdef";
 const BOB: &str = "bob-0123456789abcdef0123456789abcdef";
 /// A bound against hanging, not a measurement.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn gateway() -> Arc<Gateway> {
+pub(crate) fn gateway() -> Arc<Gateway> {
     // Never started: no test makes a sandbox.
     let vmm = std::env::current_exe().unwrap();
     let runtime = Runtime::open(RuntimeConfig::in_home(Path::new("/nonexistent"), vmm)).unwrap();
@@ -33,26 +33,26 @@ fn gateway() -> Arc<Gateway> {
     Arc::new(Gateway::new(Arc::new(runtime), SandboxSpec::default(), Limits::default(), host))
 }
 
-fn tokens() -> Vec<Entry> {
+pub(crate) fn tokens() -> Vec<Entry> {
     [("ana", ANA), ("bob", BOB)].map(|(n, t)| Entry { name: n.into(), token: t.into() }).to_vec()
 }
 
 /// A server that runs until it is dropped.
-struct Running {
-    address: Address,
-    stop: CancellationToken,
-    task: tokio::task::JoinHandle<()>,
+pub(crate) struct Running {
+    pub(crate) address: Address,
+    pub(crate) stop: CancellationToken,
+    pub(crate) task: tokio::task::JoinHandle<()>,
 }
 
 impl Running {
-    async fn start(config: Config) -> Self {
+    pub(crate) async fn start(config: Config) -> Self {
         let server = HttpServer::bind(gateway(), config).await.unwrap();
         let (address, stop) = (server.address().clone(), CancellationToken::new());
         let task = tokio::spawn(server.serve(stop.clone(), CancellationToken::new()));
         Self { address, stop, task }
     }
 
-    async fn local() -> Self {
+    pub(crate) async fn local() -> Self {
         Self::start(Config::new("127.0.0.1:0".parse().unwrap(), tokens())).await
     }
 
