@@ -13,7 +13,6 @@ mod emulated;
 mod fuzz;
 mod images;
 mod kernel;
-mod mcp;
 mod paths;
 mod pip;
 mod sh;

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::{build, fuzz, mcp, paths, pip, sh};
+use crate::{build, fuzz, paths, pip, sh};
+
+mod mcp;
 
 /// Options.
 #[derive(clap::Args)]
