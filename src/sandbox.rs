@@ -219,6 +219,7 @@ impl Sandbox {
                         language: language.clone(),
                         code: code.clone(),
                         options: command.options.clone(),
+                        session: None,
                     };
                     self.ask(tool::EXECUTE_CODE, &code).await
                 }

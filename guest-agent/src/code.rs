@@ -20,7 +20,10 @@ pub fn command(language: &str, code: String) -> Result<(Vec<String>, Option<Owne
     let program = match language {
         "python" => "python3",
         "bash" => "bash",
-        other => return Err(format!("the language is {other:?}; it can be python or bash")),
+        "javascript" => "node",
+        other => {
+            return Err(format!("the language is {other:?}; it can be python, bash or javascript"));
+        }
     };
     if code.contains('\0') {
         return Err("the source has a NUL byte".to_owned());
@@ -29,7 +32,8 @@ pub fn command(language: &str, code: String) -> Result<(Vec<String>, Option<Owne
         std::iter::once(program).chain(rest.iter().copied()).map(str::to_owned).collect()
     };
     if code.len() <= MAX_INLINE {
-        return Ok((words(&["-c", &code]), None));
+        let flag = if program == "node" { "-e" } else { "-c" };
+        return Ok((words(&[flag, &code]), None));
     }
     let store = || {
         let mut file = File::from(rustix::fs::memfd_create("code", MemfdFlags::CLOEXEC)?);
@@ -67,7 +71,7 @@ mod tests {
 
     #[test]
     fn unknown_languages_and_nul_bytes_are_refused() {
-        assert!(command("perl", "1".into()).unwrap_err().contains("python or bash"));
+        assert!(command("perl", "1".into()).unwrap_err().contains("python, bash or"));
         assert!(command("bash", "a\0b".into()).is_err());
     }
 }

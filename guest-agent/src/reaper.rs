@@ -113,15 +113,28 @@ impl Own {
                 return Ok(*status);
             }
             self.pidfd.readable().await?;
-            let status = rustix::process::waitid(
-                WaitId::PidFd(rustix::fd::AsFd::as_fd(&self.pidfd)),
-                WaitIdOptions::EXITED | WaitIdOptions::NOHANG,
-            )?;
-            if let Some(status) = status {
-                self.forget();
-                return Ok(*self.status.get_or_init(|| wait_status(&status)));
+            if let Some(status) = self.try_wait()? {
+                return Ok(status);
             }
         }
+    }
+
+    /// The status as `waitpid` would give it, if it has ended.
+    ///
+    /// # Errors
+    /// Someone else took the status.
+    pub fn try_wait(&self) -> io::Result<Option<u32>> {
+        if let Some(status) = self.status.get() {
+            return Ok(Some(*status));
+        }
+        let status = rustix::process::waitid(
+            WaitId::PidFd(rustix::fd::AsFd::as_fd(&self.pidfd)),
+            WaitIdOptions::EXITED | WaitIdOptions::NOHANG,
+        )?;
+        Ok(status.map(|status| {
+            self.forget();
+            *self.status.get_or_init(|| wait_status(&status))
+        }))
     }
 
     /// Kills it; nothing happens if it has ended.

@@ -53,7 +53,7 @@ impl Server {
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResult, TaskError> {
         let run = async |task: Task| {
-            let result = self.engine.run(task, context.ct.cancelled_owned()).await;
+            let result = self.engine.run(task, context.ct.clone().cancelled_owned()).await;
             answer(&result.map_err(of_exec)?)
         };
         let files = &self.files;
@@ -63,7 +63,13 @@ impl Server {
                 run(Task { argv, options, extra: None }).await
             }
             tool::EXECUTE_CODE => {
-                let ExecuteCode { language, code, options } = arguments_of(arguments)?;
+                let request: ExecuteCode = arguments_of(arguments)?;
+                if request.session.is_some() {
+                    let cancelled = context.ct.clone().cancelled_owned();
+                    let result = self.engine.run_session(request, cancelled);
+                    return answer(&result.await.map_err(of_exec)?);
+                }
+                let ExecuteCode { language, code, options, .. } = request;
                 let (argv, extra) = code::command(&language, code).map_err(invalid)?;
                 run(Task { argv, options, extra }).await
             }
@@ -168,7 +174,9 @@ fn of_exec(e: ExecError) -> TaskError {
     let message = e.to_string();
     match e {
         ExecError::Invalid(_) => invalid(message),
-        ExecError::Busy => error(ErrorClass::Capacity, Retry::Yes, message),
+        ExecError::Busy | ExecError::InterpreterBusy(_) => {
+            error(ErrorClass::Capacity, Retry::Yes, message)
+        }
         ExecError::Stream(_) => error(ErrorClass::InvalidArgument, Retry::Yes, message),
         ExecError::Cancelled | ExecError::System { .. } => {
             error(ErrorClass::Internal, Retry::Unknown, message)

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use casulo_protocol::agent::CALLS_PATH;
 use tokio::sync::Semaphore;
 use tokio_vsock::{VsockListener, VsockStream};
 use vsock::VMADDR_CID_HOST;
@@ -31,8 +32,10 @@ pub fn run(booted: Booted) -> io::Result<Infallible> {
     let result = runtime.block_on(async move {
         let (reaper, streams) = (Reaper::default(), Streams::new());
         let root = PathBuf::from("/");
+        let calls = PathBuf::from(CALLS_PATH);
+        let (reaper_of, streams_of) = (reaper.clone(), streams.clone());
         let engine =
-            Engine::new(root.clone(), Some(cgroups), reaper.clone(), streams.clone(), shares)?;
+            Engine::new(root.clone(), Some(cgroups), reaper_of, streams_of, shares, calls)?;
         let server = Server::new(engine, Files::new(root));
         let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let calls = accept(mcp, move |connection| {

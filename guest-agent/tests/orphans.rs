@@ -34,9 +34,15 @@ fn orphans_are_reaped_and_own_children_keep_their_status() {
     runtime.block_on(async {
         let reaper = Reaper::default();
         let streams = Streams::new();
-        let engine =
-            Engine::new(PathBuf::from("/"), None, reaper.clone(), streams, Shares::default())
-                .unwrap();
+        let engine = Engine::new(
+            PathBuf::from("/"),
+            None,
+            reaper.clone(),
+            streams,
+            Shares::default(),
+            "/nonexistent".into(),
+        )
+        .unwrap();
         tokio::spawn(reaper.run(signals));
         for round in 0..20 {
             let script = format!("(setsid sh -c 'exit 7' &) ; (setsid true &); exit {round}");

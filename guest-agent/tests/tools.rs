@@ -81,12 +81,14 @@ async fn commands_and_code_run() {
             let mut options = guest.options();
             options.stdin = "in".into();
             let code = format!("{padding}{code}");
-            let code = ExecuteCode { language: language.into(), code, options };
+            let language = language.into();
+            let code = ExecuteCode { language, code, options, session: None };
             let result: CommandResult = call(&client, tool::EXECUTE_CODE, &code).await.unwrap();
             assert_eq!(text(&result.stdout), wanted, "{}", text(&result.stderr));
         }
     }
-    let perl = ExecuteCode { language: "perl".into(), code: "1".into(), options: guest.options() };
+    let options = guest.options();
+    let perl = ExecuteCode { language: "perl".into(), code: "1".into(), options, session: None };
     let error = call::<CommandResult>(&client, tool::EXECUTE_CODE, &perl).await.unwrap_err();
     assert_eq!(error.class, ErrorClass::InvalidArgument);
 }

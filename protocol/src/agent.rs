@@ -27,6 +27,8 @@ pub const STREAM_PORT: u32 = 1025;
 pub const MAX_LINE: usize = 256 * 1024;
 /// Longest line of the agent's MCP that the host accepts, in bytes.
 pub const MAX_MCP_LINE: usize = 16 * 1024 * 1024;
+/// Folder of the guest in which the agent keeps the whole output of calls (see [`ExecOptions::keep`]).
+pub const CALLS_PATH: &str = "/run/casulo-calls";
 /// Tag of the virtio-fs device.
 pub const FS_TAG: &str = "casulo";
 
@@ -137,6 +139,19 @@ pub struct ExecOptions {
     pub terminal: Option<WindowSize>,
     /// Most bytes of each of stdout and stderr to keep in the result, half of them from the end.
     pub max_output: u64,
+    /// Keep the whole of an output that a stream carries in a file of the guest too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep: Option<Keep>,
+}
+
+/// Where the whole of an output is kept: `NAME.stdout` and `NAME.stderr` in [`CALLS_PATH`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Keep {
+    /// Letters, digits and `-`.
+    pub name: String,
+    /// Bytes up to which an output gets no file.
+    pub after: u64,
 }
 
 /// Runs one program.
@@ -154,13 +169,27 @@ pub struct RunCommand {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExecuteCode {
-    /// `python` or `bash`.
+    /// `python`, `bash` or `javascript`.
     pub language: String,
     /// The source.
     pub code: String,
     /// How.
     #[serde(default)]
     pub options: ExecOptions,
+    /// Run it in the resident interpreter of this language and user, which is started, as
+    /// `options` say, if there is none. Needs a stream.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session: Option<Session>,
+}
+
+/// What a call changes in a resident interpreter before its source runs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Session {
+    /// Working folder to enter; empty: stay where the last call left it.
+    pub cwd: String,
+    /// Variables to add to its environment.
+    pub env: BTreeMap<String, String>,
 }
 
 /// How a command ended.
@@ -183,6 +212,14 @@ pub struct CommandResult {
     pub stderr: Captured,
     /// Milliseconds from the start of the program to its end.
     pub duration_ms: u64,
+    /// Bytes of standard output in its file; 0: there is none.
+    pub stdout_kept: u64,
+    /// Bytes of standard error in its file; 0: there is none.
+    pub stderr_kept: u64,
+    /// Value of the last expression in a resident interpreter.
+    pub result: Option<String>,
+    /// What earlier calls left in the resident interpreter is gone: it has ended, or was killed since.
+    pub state_lost: bool,
 }
 
 /// Head and tail of an output.

@@ -10,8 +10,10 @@ pub mod capture;
 pub mod cgroup;
 pub mod command;
 pub mod fd;
+pub mod keep;
 mod process;
 pub mod pump;
+pub mod repl;
 pub mod seccomp;
 mod session;
 pub mod spawn;
@@ -23,16 +25,18 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use casulo_protocol::agent::{CommandResult, ExecOptions};
+use casulo_protocol::agent::{CommandResult, ExecOptions, ExecuteCode};
 use seccompiler::BpfProgram;
 use tokio::sync::Semaphore;
 
 use self::cgroup::Cgroups;
 use self::command::StartError;
+use self::keep::Calls;
+use self::repl::Repls;
 use self::user::User;
 use crate::reaper::Reaper;
 use crate::shares::Shares;
-use crate::streams::{StreamError, Streams};
+use crate::streams::{Stream, StreamError, Streams};
 
 /// Most commands at once.
 const MAX_RUNNING: usize = 64;
@@ -52,6 +56,9 @@ pub enum ExecError {
     /// Too many commands run.
     #[error("{MAX_RUNNING} commands run already; wait until one has ended")]
     Busy,
+    /// Another call runs in the interpreter.
+    #[error("another call runs in the resident {0} interpreter; wait until it has ended")]
+    InterpreterBusy(&'static str),
     /// The guest's kernel refused something.
     #[error("cannot {what}: {error}")]
     System {
@@ -80,6 +87,8 @@ struct Inner {
     streams: Streams,
     shares: Shares,
     running: Semaphore,
+    calls: Calls,
+    repls: Repls,
 }
 
 /// One command to run.
@@ -95,7 +104,8 @@ pub struct Task {
 
 impl Engine {
     /// An engine whose users are those of the root file system `root`. Without `cgroups` only the
-    /// process group of a command can be killed, and nothing is limited: for tests.
+    /// process group of a command can be killed, and nothing is limited: for tests. `calls` is the
+    /// folder for what calls leave (see [`keep`] and [`repl`]), made when it is needed.
     ///
     /// # Errors
     /// The seccomp filter cannot be compiled.
@@ -105,11 +115,24 @@ impl Engine {
         reaper: Reaper,
         streams: Streams,
         shares: Shares,
+        calls: PathBuf,
     ) -> io::Result<Self> {
         let filter = seccomp::compile()?;
         let running = Semaphore::new(MAX_RUNNING);
+        let repls = Repls::new(calls.clone());
+        let calls = Calls::new(calls);
         Ok(Self {
-            inner: Arc::new(Inner { root, cgroups, filter, reaper, streams, shares, running }),
+            inner: Arc::new(Inner {
+                root,
+                cgroups,
+                filter,
+                reaper,
+                streams,
+                shares,
+                running,
+                calls,
+                repls,
+            }),
         })
     }
 
@@ -133,16 +156,41 @@ impl Engine {
             return Err(ExecError::Invalid("a terminal needs a stream"));
         }
         let mut cancelled = std::pin::pin!(cancelled);
-        let stream = match task.options.stream {
-            None => None,
-            Some(token) => Some(tokio::select! {
-                stream = self.inner.streams.take(token) => stream?,
-                () = &mut cancelled => return Err(ExecError::Cancelled),
-            }),
-        };
+        let stream = self.stream(&task.options, cancelled.as_mut()).await?;
         let result = session::run(self, task, stream, cancelled).await;
         self.inner.shares.sync().await;
         result
+    }
+
+    /// Runs source text in the resident interpreter of its language to its end, or until `cancelled`
+    /// completes; then the interpreter is killed.
+    ///
+    /// # Errors
+    /// As [`Self::run`], or the interpreter is busy.
+    pub async fn run_session(
+        &self,
+        code: ExecuteCode,
+        cancelled: impl Future<Output = ()>,
+    ) -> Result<CommandResult, ExecError> {
+        let Ok(_permit) = self.inner.running.try_acquire() else { return Err(ExecError::Busy) };
+        let mut cancelled = std::pin::pin!(cancelled);
+        let stream = self.stream(&code.options, cancelled.as_mut()).await?;
+        let stream = stream.ok_or(ExecError::Invalid("a resident interpreter needs a stream"))?;
+        let result = repl::run(self, code, stream, cancelled).await;
+        self.inner.shares.sync().await;
+        result
+    }
+
+    async fn stream(
+        &self,
+        options: &ExecOptions,
+        cancelled: std::pin::Pin<&mut impl Future<Output = ()>>,
+    ) -> Result<Option<Stream>, ExecError> {
+        let Some(token) = options.stream else { return Ok(None) };
+        tokio::select! {
+            stream = self.inner.streams.take(token) => Ok(Some(stream?)),
+            () = cancelled => Err(ExecError::Cancelled),
+        }
     }
 
     fn user(&self, spec: &str) -> Result<User, StartError> {

@@ -146,6 +146,16 @@ impl Running {
 
     /// Whether a process of it was killed for want of memory.
     pub(super) fn oom(&self) -> bool {
-        self.group.as_ref().is_some_and(|g| g.oom_kills().is_ok_and(|n| n > 0))
+        self.oom_kills() > 0
+    }
+
+    /// How many processes of it were killed for want of memory.
+    pub(super) fn oom_kills(&self) -> u64 {
+        self.group.as_ref().and_then(|g| g.oom_kills().ok()).unwrap_or(0)
+    }
+
+    /// Whether the main process has ended.
+    pub(super) fn has_ended(&self) -> bool {
+        self.own.try_wait().is_ok_and(|status| status.is_some())
     }
 }

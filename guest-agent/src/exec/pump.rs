@@ -11,7 +11,10 @@ use tokio::sync::{Mutex, mpsc, watch};
 
 use super::capture::Capture;
 use super::fd::Fd;
+use super::keep::Kept;
 
+/// Size of the pipes of a streamed command in bytes: fewer wake-ups for bulk output.
+pub const PIPE_SIZE: usize = 1 << 20;
 /// Chunks of standard input that wait for the command; each is at most one frame.
 const STDIN_QUEUE: usize = 2;
 
@@ -28,8 +31,11 @@ pub async fn send<W: AsyncWrite + Unpin>(out: &Sender<W>, frame: &Frame) -> io::
     out.lock().await.write_all(&bytes).await
 }
 
-/// Sends what the command writes to `fd`, then the end of `channel`. Stops early, closing the
-/// descriptor so that the command learns of it, when `unwanted` becomes true.
+/// Sends what the command writes to `fd` and keeps it, then sends the end of `channel`. Stops early,
+/// closing the descriptor so that the command learns of it, when `unwanted` becomes true.
+///
+/// Once `finished`, it takes no more than a pipe can hold: what was written before is within that,
+/// and a process of a resident interpreter may go on writing for ever.
 ///
 /// # Errors
 /// The host is gone, or the descriptor fails.
@@ -37,11 +43,17 @@ pub async fn output<W: AsyncWrite + Unpin>(
     fd: Fd,
     channel: Channel,
     out: &Sender<W>,
+    kept: &mut Kept,
     mut finished: watch::Receiver<bool>,
     mut unwanted: watch::Receiver<bool>,
 ) -> io::Result<()> {
     let mut buffer = vec![0; HEADER + MAX_PAYLOAD];
+    let mut late = 0;
     while let Some(payload) = buffer.get_mut(HEADER..) {
+        if late >= PIPE_SIZE {
+            break;
+        }
+        let was_finished = *finished.borrow();
         let length = tokio::select! {
             biased;
             Ok(_) = unwanted.wait_for(|u| *u) => 0,
@@ -50,6 +62,10 @@ pub async fn output<W: AsyncWrite + Unpin>(
         if length == 0 {
             break;
         }
+        if was_finished {
+            late += length;
+        }
+        kept.push(payload.get(..length).unwrap_or_default());
         let head = data_header(channel, length).map_err(io::Error::other)?;
         if let Some(start) = buffer.first_chunk_mut::<HEADER>() {
             *start = head;
@@ -192,7 +208,7 @@ mod tests {
         let sent: Vec<u8> = (0..200_000_u32).map(|n| n as u8).collect();
         let expected = sent.clone();
         let pump = async move {
-            output(read, Channel::Stdout, &out, never(), never()).await.unwrap();
+            output(read, Channel::Stdout, &out, &mut Kept::none(), never(), never()).await.unwrap();
         };
         let feed = async move { write.write_all(&sent).await.unwrap() };
         let take = async move {
@@ -234,7 +250,8 @@ mod tests {
         let (unwant, unwanted) = watch::channel(false);
         let (_host, guest) = tokio::io::duplex(100);
         let out = Mutex::new(guest);
-        let pump = output(read, Channel::Stderr, &out, never(), unwanted);
+        let mut kept = Kept::none();
+        let pump = output(read, Channel::Stderr, &out, &mut kept, never(), unwanted);
         let later = async { unwant.send(true).unwrap() };
         let (result, ()) = tokio::join!(pump, later);
         result.unwrap();

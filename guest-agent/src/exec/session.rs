@@ -16,14 +16,12 @@ use super::capture::Capture;
 use super::command::{Command, StartError};
 use super::fd::Fd;
 use super::process::{Ended, Running};
-use super::pump::{self, Request, Sender};
+use super::pump::{self, PIPE_SIZE, Request, Sender};
 use super::spawn::Stdio;
 use super::user::User;
 use super::{Engine, ExecError, Task, system, terminal};
 use crate::streams::Stream;
 
-/// Size of the pipes of a streamed command in bytes: fewer wake-ups for bulk output.
-const PIPE_SIZE: usize = 1 << 20;
 /// How long the host may take to read the last frames before the result is sent all the same.
 const FAREWELL: Duration = Duration::from_secs(30);
 
@@ -51,7 +49,7 @@ pub(super) async fn run(
     }
 }
 
-fn not_started(error: StartError) -> CommandResult {
+pub(super) fn not_started(error: StartError) -> CommandResult {
     CommandResult {
         exit_code: Some(error.exit_code),
         start_error: Some(error.message),
@@ -60,11 +58,15 @@ fn not_started(error: StartError) -> CommandResult {
 }
 
 /// Ends channels and says that the command exited with `code`.
-async fn farewell<W: AsyncWrite + Unpin>(out: &Sender<W>, ends: &[Channel], code: i32) {
+pub(super) async fn farewell<W: AsyncWrite + Unpin>(out: &Sender<W>, ends: &[Channel], code: i32) {
     say_farewell(out, ends, (code.unsigned_abs() & 0xff) << 8).await;
 }
 
-async fn say_farewell<W: AsyncWrite + Unpin>(out: &Sender<W>, ends: &[Channel], status: u32) {
+pub(super) async fn say_farewell<W: AsyncWrite + Unpin>(
+    out: &Sender<W>,
+    ends: &[Channel],
+    status: u32,
+) {
     let mut bytes = Vec::new();
     for channel in ends {
         Frame::End(*channel).encode(&mut bytes);
@@ -81,13 +83,13 @@ async fn say_farewell<W: AsyncWrite + Unpin>(out: &Sender<W>, ends: &[Channel], 
 }
 
 /// Our side and the command's side of its standard streams.
-struct Pipes {
-    stdin: OwnedFd,
-    stdout: OwnedFd,
-    stderr: OwnedFd,
+pub(super) struct Pipes {
+    pub(super) stdin: OwnedFd,
+    pub(super) stdout: OwnedFd,
+    pub(super) stderr: OwnedFd,
 }
 
-fn pipes(large: bool) -> io::Result<(Pipes, Stdio)> {
+pub(super) fn pipes(large: bool) -> io::Result<(Pipes, Stdio)> {
     let make = || {
         let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
         if large {
@@ -254,6 +256,9 @@ async fn streamed(
     let stderr = stderr.map(watch).transpose()?;
 
     let (finish, finished) = watch::channel(false);
+    let keep = options.keep.as_ref();
+    let mut kept_out = engine.inner.calls.keep(keep, "stdout");
+    let mut kept_err = engine.inner.calls.keep(keep, "stderr");
     let (no_stdout, unwanted_stdout) = watch::channel(false);
     let (no_stderr, unwanted_stderr) = watch::channel(false);
     let over = AtomicBool::new(false);
@@ -264,13 +269,16 @@ async fn streamed(
                 match stderr {
                     Some(fd) => {
                         let finished = finished.clone();
-                        pump::output(fd, Channel::Stderr, out, finished, unwanted_stderr).await
+                        let kept = &mut kept_err;
+                        pump::output(fd, Channel::Stderr, out, kept, finished, unwanted_stderr)
+                            .await
                     }
                     None => pump::send(out, &Frame::End(Channel::Stderr)).await,
                 }
             };
             let finished = finished.clone();
-            let plain = pump::output(stdout, Channel::Stdout, out, finished, unwanted_stdout);
+            let kept = &mut kept_out;
+            let plain = pump::output(stdout, Channel::Stdout, out, kept, finished, unwanted_stdout);
             tokio::try_join!(plain, errors).map_err(system("send the output of a command"))
         };
         let life = lifecycle(&running, command, options.timeout_ms, &over, finish);
@@ -318,7 +326,8 @@ async fn streamed(
             abandon(&running).await;
             Err(error)
         }
-        Some(Ok(((_, result, status), _))) => {
+        Some(Ok(((_, mut result, status), _))) => {
+            (result.stdout_kept, result.stderr_kept) = (kept_out.finish(), kept_err.finish());
             say_farewell(out, &[], status).await;
             Ok(result)
         }

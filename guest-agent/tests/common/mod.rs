@@ -31,7 +31,8 @@ pub fn guest() -> Guest {
     std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
     let streams = Streams::new();
     let (root, reaper) = (PathBuf::from("/"), Reaper::default());
-    let engine = Engine::new(root, None, reaper, streams.clone(), Shares::default()).unwrap();
+    let (shares, calls) = (Shares::default(), folder.path().join("calls"));
+    let engine = Engine::new(root, None, reaper, streams.clone(), shares, calls).unwrap();
     Guest { engine, streams, folder }
 }
 
