@@ -46,6 +46,17 @@ impl Capture {
         kept.tail.drain(..excess);
     }
 
+    /// What was kept of both ends, and the bytes in all. The tail is empty when nothing is missing.
+    #[cfg(feature = "gateway")]
+    pub(crate) fn parts(&self) -> (Vec<u8>, Vec<u8>, u64) {
+        let kept = self.kept();
+        let (mut head, mut tail) = (kept.head.clone(), Vec::from(kept.tail.clone()));
+        if u64::try_from(head.len().saturating_add(tail.len())) == Ok(kept.bytes) {
+            head.append(&mut tail);
+        }
+        (head, tail, kept.bytes)
+    }
+
     /// The content as text, a line in place of what was left out, and whether something was.
     pub(crate) fn text(&self) -> (String, bool) {
         let kept = self.kept();

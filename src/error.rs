@@ -61,6 +61,9 @@ pub enum Error {
     /// The guest agent refused a request.
     #[error("{0}")]
     Agent(String),
+    /// The caller did not want it any more.
+    #[error("the call was cancelled; its processes were killed")]
+    Cancelled,
     /// An operation of the host failed.
     #[error("{what}: {source}")]
     Io {
@@ -89,7 +92,7 @@ impl Error {
             Self::Image(_) | Self::Kvm(_) | Self::Scratch(_) | Self::Spawn { .. } => {
                 ErrorClass::Internal
             }
-            Self::Io { .. } => ErrorClass::Internal,
+            Self::Io { .. } | Self::Cancelled => ErrorClass::Internal,
         }
     }
 

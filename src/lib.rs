@@ -43,10 +43,12 @@ mod output;
 mod runtime;
 mod sandbox;
 pub mod shares;
+#[cfg_attr(not(feature = "gateway"), expect(dead_code, reason = "the gateway uses all of it"))]
+mod text;
 mod vm;
 
-pub use agent::Program;
 pub use agent::exec::{Control, Stdio};
+pub use agent::{Execution, Program};
 pub use boot::BootPhase;
 pub use error::Error;
 pub use events::Events;

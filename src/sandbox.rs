@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use casulo_protocol::agent::{
-    CommandResult, ExecOptions, ExecuteCode, FileContent, FileList, FileWritten, ListFiles,
-    ReadFile, RunCommand, STREAM_PORT, WriteFile, tool,
+    CALLS_PATH, CommandResult, ExecOptions, ExecuteCode, FileContent, FileList, FileWritten, Keep,
+    ListFiles, ReadFile, RunCommand, STREAM_PORT, Session, WriteFile, tool,
 };
 use casulo_protocol::event::{Event, Phase};
 use casulo_protocol::image::Manifest;
@@ -24,7 +24,7 @@ use tokio::net::UnixStream;
 
 use crate::agent::exec::{Progress, Stdio, pump};
 use crate::agent::mcp::{CallError, Client};
-use crate::agent::{Program, quote};
+use crate::agent::{Execution, Program, quote};
 use crate::boot::describe;
 use crate::capture::Capture;
 use crate::error::Error;
@@ -55,6 +55,12 @@ pub enum Files {
     Ignore,
     /// List what changed in the output folder, with digests.
     List,
+}
+
+/// A call of one of the agent's tools that runs something.
+enum AgentCall {
+    Command(RunCommand),
+    Code(ExecuteCode),
 }
 
 /// What a sandbox is put together from.
@@ -133,16 +139,31 @@ impl Sandbox {
         stdio: Stdio,
         files: Files,
     ) -> Result<RunResult, Error> {
-        if spec.command.is_empty() && self.manifest.entrypoint.is_empty() {
-            return Err(Error::Invalid("there is no command to run".into()));
-        }
-        let before = self.before(files)?;
+        let how = Execution { files, keep: None };
+        self.execute(spec, &Program::Command, stdio, how, std::future::pending()).await
+    }
+
+    /// Runs a program as [`Self::run`] runs a command. When `cancel` is over before it has ended, it
+    /// is killed with all its processes; a guest that does not say that it has done so in time is
+    /// killed as a whole.
+    ///
+    /// # Errors
+    /// As [`Self::run`], or it was cancelled.
+    pub async fn execute(
+        &self,
+        spec: &RunSpec,
+        program: &Program,
+        stdio: Stdio,
+        how: Execution,
+        cancel: impl Future<Output = ()>,
+    ) -> Result<RunResult, Error> {
+        let before = self.before(how.files)?;
         let progress = Progress::default();
         let token = u64::from_le_bytes(random::<8>()?);
-        let mut request = self.request(spec);
-        request.options.stream = Some(token);
+        let names = how.keep.as_ref().map(|keep| keep.name.clone());
+        let request = self.call_of(spec, program, token, how.keep)?;
         self.log.push(Event::ExecStarted { at_us: self.log.now_us() });
-        let answer = self.streamed(spec, &request, token, stdio, &progress).await?;
+        let answer = self.streamed(spec, &request, token, stdio, &progress, cancel).await?;
         if let Some((channel, e)) = progress.unwritten() {
             // The command may well have succeeded, but its caller does not have what it said.
             let name = if channel == Channel::Stderr { "error" } else { "output" };
@@ -151,6 +172,13 @@ impl Sandbox {
         let mut result = self.result(&answer);
         result.stdout_bytes = progress.stdout.load(Ordering::Relaxed);
         result.stderr_bytes = progress.stderr.load(Ordering::Relaxed);
+        if let Some(name) = names {
+            let file = |bytes: u64, output: &str| {
+                (bytes > 0).then(|| format!("{CALLS_PATH}/{name}.{output}"))
+            };
+            result.stdout_file = file(answer.stdout_kept, "stdout");
+            result.stderr_file = file(answer.stderr_kept, "stderr");
+        }
         if self.writable {
             // A VM that has ended without saying is reported elsewhere.
             result.output_limit_hit = self.counters().await.is_some_and(|c| c.limit_hit);
@@ -190,54 +218,6 @@ impl Sandbox {
         result.stderr.insert_str(0, &err);
         result.truncated = out_cut || err_cut;
         Ok(result)
-    }
-
-    /// Runs a program without a stream: the answer holds the head and tail of its output, at most
-    /// `max_output` bytes of each, as the guest's agent gives them.
-    ///
-    /// # Errors
-    /// As [`Self::run`].
-    pub async fn call(
-        &self,
-        spec: &RunSpec,
-        program: &Program,
-        stdin: String,
-        max_output: u64,
-    ) -> Result<CommandResult, Error> {
-        let mut command = self.request(spec);
-        command.options.stdin = stdin;
-        command.options.max_output = max_output;
-        command.options.terminal = None;
-        let limit =
-            spec.timeout_ms.map(|ms| Duration::from_millis(ms).saturating_add(self.grace()));
-        self.log.push(Event::ExecStarted { at_us: self.log.now_us() });
-        let call = async {
-            match program {
-                Program::Command => self.ask(tool::RUN_COMMAND, &command).await,
-                Program::Code { language, code } => {
-                    let code = ExecuteCode {
-                        language: language.clone(),
-                        code: code.clone(),
-                        options: command.options.clone(),
-                        session: None,
-                    };
-                    self.ask(tool::EXECUTE_CODE, &code).await
-                }
-            }
-        };
-        let answer = match limit {
-            None => call.await?,
-            Some(limit) => match tokio::time::timeout(limit, call).await {
-                Ok(answer) => answer?,
-                Err(_) => {
-                    self.kill();
-                    CommandResult { timed_out: true, ..CommandResult::default() }
-                }
-            },
-        };
-        let (at_us, exit_code) = (self.log.now_us(), answer.exit_code);
-        self.log.push(Event::ExecEnded { at_us, exit_code });
-        Ok(answer)
     }
 
     /// Reads part of a file of the guest.
@@ -397,6 +377,42 @@ impl Sandbox {
         }
     }
 
+    /// The agent's tool for a program, and its arguments.
+    fn call_of(
+        &self,
+        spec: &RunSpec,
+        program: &Program,
+        token: u64,
+        keep: Option<Keep>,
+    ) -> Result<AgentCall, Error> {
+        let mut command = self.request(spec);
+        command.options.stream = Some(token);
+        command.options.keep = keep;
+        let code = |language: &String, code: &String, options: ExecOptions, session| {
+            let (language, code) = (language.clone(), code.clone());
+            AgentCall::Code(ExecuteCode { language, code, options, session })
+        };
+        Ok(match program {
+            Program::Command if command.argv.is_empty() => {
+                return Err(Error::Invalid("there is no command to run".into()));
+            }
+            Program::Command => AgentCall::Command(command),
+            Program::Code { language, code: source } => {
+                command.options.terminal = None;
+                code(language, source, command.options, None)
+            }
+            Program::Session { language, code: source, stdin } => {
+                command.options.terminal = None;
+                command.options.stdin.clone_from(stdin);
+                let session = Session {
+                    cwd: spec.workdir.clone().unwrap_or_default(),
+                    env: spec.env.clone(),
+                };
+                code(language, source, command.options, Some(session))
+            }
+        })
+    }
+
     fn result(&self, answer: &CommandResult) -> RunResult {
         let mut result = RunResult::new();
         if !answer.timed_out {
@@ -406,6 +422,8 @@ impl Sandbox {
         result.timed_out = answer.timed_out;
         result.oom = answer.oom;
         result.duration_ms = answer.duration_ms;
+        result.result.clone_from(&answer.result);
+        result.state_lost = answer.state_lost;
         result.host = if self.emulated { HostKind::Emulated } else { HostKind::Native };
         if let Some(error) = &answer.start_error {
             result.stderr = quote(error);
@@ -440,6 +458,8 @@ impl Sandbox {
         match tokio::time::timeout(limit, self.ask(tool, arguments)).await {
             Ok(result) => result,
             Err(_) => {
+                // It ignores its agent, or the agent is not ours any more.
+                self.kill();
                 let reason = format!("{tool} took longer than {} seconds", limit.as_secs());
                 Err(Error::GuestLost { reason, evidence: Box::default() })
             }
@@ -450,12 +470,18 @@ impl Sandbox {
     async fn streamed(
         &self,
         spec: &RunSpec,
-        request: &RunCommand,
+        request: &AgentCall,
         token: u64,
         stdio: Stdio,
         progress: &Progress,
+        cancel: impl Future<Output = ()>,
     ) -> Result<CommandResult, Error> {
-        let call = self.ask(tool::RUN_COMMAND, request);
+        let call = async {
+            match request {
+                AgentCall::Command(command) => self.ask(tool::RUN_COMMAND, command).await,
+                AgentCall::Code(code) => self.ask(tool::EXECUTE_CODE, code).await,
+            }
+        };
         let stream = async {
             match self.control.connect(STREAM_PORT).await {
                 Ok(Ok(stream)) => pump(stream, token, stdio, progress).await,
@@ -464,7 +490,9 @@ impl Sandbox {
             }
         };
         let watchdog = self.watchdog(spec.timeout_ms, progress);
-        tokio::pin!(call, stream, watchdog);
+        tokio::pin!(call, watchdog, cancel);
+        // In a box, so that it can be closed before its end.
+        let mut stream = Box::pin(stream);
         let mut answer: Option<CommandResult> = None;
         let mut streamed = false;
         loop {
@@ -504,6 +532,16 @@ impl Sandbox {
                 () = settle => {
                     let text = "the guest agent fell silent at the end of a command";
                     return Err(self.lost(text.into()).await);
+                }
+                () = &mut cancel => {
+                    // Closing the stream tells the agent; its answer tells that it has obeyed.
+                    drop(stream);
+                    if answer.is_none()
+                        && tokio::time::timeout(self.grace(), call).await.is_err()
+                    {
+                        self.kill();
+                    }
+                    return Err(Error::Cancelled);
                 }
                 () = &mut watchdog => {
                     self.kill();

@@ -27,6 +27,21 @@ pub struct RunResult {
     pub stderr_bytes: u64,
     /// Whether the limit of the output folder (or the host's disk) was met.
     pub output_limit_hit: bool,
+    /// Value of the last expression, where source text ran in the interpreter of a kept sandbox.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub result: Option<String>,
+    /// Whether the variables of earlier calls are gone: the interpreter has ended or was killed.
+    #[serde(skip_serializing_if = "is_false", default)]
+    pub state_lost: bool,
+    /// File of the kept sandbox with the whole standard output.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub stdout_file: Option<String>,
+    /// File of the kept sandbox with the whole standard error.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub stderr_file: Option<String>,
+    /// What to do about what is missing.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub note: Option<String>,
     /// Milliseconds that the command ran.
     pub duration_ms: u64,
     /// What became of the sandbox.
@@ -64,6 +79,11 @@ fn is_zero(n: &u64) -> bool {
     *n == 0
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+fn is_false(b: &bool) -> bool {
+    !*b
+}
+
 impl RunResult {
     /// A result of a discarded sandbox on a native host in which nothing has happened yet.
     pub fn new() -> Self {
@@ -78,6 +98,11 @@ impl RunResult {
             stdout_bytes: 0,
             stderr_bytes: 0,
             output_limit_hit: false,
+            result: None,
+            state_lost: false,
+            stdout_file: None,
+            stderr_file: None,
+            note: None,
             duration_ms: 0,
             sandbox: SandboxFate::Discarded,
             sandbox_id: None,

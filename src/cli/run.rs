@@ -170,7 +170,7 @@ async fn session(args: &Args, runtime: Runtime) -> u8 {
     let outcome = tokio::select! {
         biased;
         status = ends.next() => Outcome::Interrupted(status),
-        result = task(args, &sandbox) => result.map_or_else(Outcome::Failed, Outcome::Done),
+        result = task(args, &sandbox) => result.map_or_else(Outcome::Failed, |done| Outcome::Done(Box::new(done))),
     };
     // What was written is made safe to read however the task ended; a second signal ends that too.
     tokio::select! {
@@ -182,7 +182,7 @@ async fn session(args: &Args, runtime: Runtime) -> u8 {
 
 /// How a task ended.
 enum Outcome {
-    Done(RunResult),
+    Done(Box<RunResult>),
     Failed(Error),
     /// By a signal, with this exit status.
     Interrupted(u8),

@@ -3,11 +3,16 @@
 //! The gateway owns the tool list, the schemas and the limits. The guest's agent answers its calls,
 //! and those answers are data: [`render`](self) bounds and decodes them.
 
+mod files;
 #[cfg(feature = "http")]
 pub mod http;
+mod limits;
 #[cfg_attr(not(feature = "http"), expect(dead_code, reason = "only HTTP shows the counters"))]
 mod metrics;
+mod processes;
+mod progress;
 mod render;
+mod run;
 mod sandboxes;
 mod server;
 pub mod tools;
@@ -20,7 +25,7 @@ use casulo_protocol::spec::SandboxSpec;
 use rmcp::ServiceExt;
 use rmcp::service::ServerInitializeError;
 
-pub use sandboxes::Limits;
+pub use limits::Limits;
 
 use crate::Runtime;
 

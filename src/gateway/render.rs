@@ -1,74 +1,152 @@
-//! From the agent's answer, which is data, to the result that a client sees.
+//! From what a guest said, which is data, to the result that a client sees: within its size, and safe
+//! to read.
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
-use casulo_protocol::agent::{Captured, CommandResult};
-use casulo_protocol::result::{HostKind, RunResult, SandboxFate};
+use casulo_protocol::error::{ErrorClass, Retry, TaskError};
+use casulo_protocol::result::{FileChange, Rejected, RunResult, SandboxFate};
 use rmcp::model::{CallToolResult, ContentBlock};
 use serde::Serialize;
 
-use super::tools::DestroySandboxResult;
-use crate::Output;
+use super::tools::results::DestroySandboxResult;
+use crate::capture::Capture;
+use crate::{Output, text};
 
-/// Most bytes of one encoded result.
-pub(super) const MAX_RESULT: usize = 24 * 1024;
-/// Bytes of each of stdout and stderr that the agent is asked to keep.
-pub(super) const KEPT_OUTPUT: u64 = 20 * 1024;
+/// How much a result may hold, and in which form.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Budget {
+    bytes: usize,
+    raw: bool,
+}
+
+impl Budget {
+    /// Most bytes of the encoded result.
+    pub(super) fn new(bytes: u32, raw: bool) -> Self {
+        Self { bytes: usize::try_from(bytes).unwrap_or(usize::MAX), raw }
+    }
+
+    pub(super) fn bytes(self) -> usize {
+        self.bytes
+    }
+
+    pub(super) fn raw(self) -> bool {
+        self.raw
+    }
+
+    /// An output longer than this may not fit whole, escapes and all, beside another one.
+    pub(super) fn spill_after(self) -> u64 {
+        u64::try_from(self.bytes / 32).unwrap_or(u64::MAX)
+    }
+
+    /// Whether `value` fits when it is encoded.
+    pub(super) fn fits(self, value: &impl Serialize) -> bool {
+        serde_json::to_string(value).is_ok_and(|json| json.len() <= self.bytes)
+    }
+}
 
 /// A result in both forms that clients read: structured, and the same JSON as text.
-///
-/// # Errors
-/// The value has no JSON form.
-pub(super) fn both<T: Serialize>(value: &T) -> Result<CallToolResult, serde_json::Error> {
-    let value = serde_json::to_value(value)?;
+pub(super) fn both<T: Serialize>(value: &T) -> Result<CallToolResult, TaskError> {
+    let value = serde_json::to_value(value).map_err(|error| TaskError {
+        class: ErrorClass::Internal,
+        message: format!("cannot encode the result: {error}"),
+        retry: Retry::Unknown,
+    })?;
     let mut result = CallToolResult::success(vec![ContentBlock::text(value.to_string())]);
     result.structured_content = Some(value);
     Ok(result)
 }
 
-/// Result of a command, at most [`MAX_RESULT`] bytes when encoded.
+/// An error that the model can read and act on: the same object in both forms.
+pub(super) fn error(error: &TaskError) -> CallToolResult {
+    let mut error = error.clone();
+    // It may repeat what the caller or the guest said.
+    error.message = text::safe(&error.message.chars().take(4000).collect::<String>());
+    let value = serde_json::to_value(&error).unwrap_or_default();
+    let mut result = CallToolResult::error(vec![ContentBlock::text(value.to_string())]);
+    result.structured_content = Some(value);
+    result
+}
+
+/// Puts both outputs of a command into its result, within the budget.
 pub(super) fn command(
-    answer: &CommandResult,
-    mut output: Output,
-    host: HostKind,
-    fate: SandboxFate,
-    sandbox_id: Option<String>,
+    mut result: RunResult,
+    [stdout, stderr]: &[Capture; 2],
+    budget: Budget,
 ) -> RunResult {
-    let mut result = RunResult::new();
-    result.exit_code = answer.exit_code;
-    result.signal = answer.signal;
-    result.timed_out = answer.timed_out;
-    result.oom = answer.oom;
-    result.stdout_bytes = answer.stdout.bytes;
-    result.stderr_bytes = answer.stderr.bytes;
-    result.duration_ms = answer.duration_ms;
-    result.sandbox = fate;
-    result.sandbox_id = sandbox_id;
-    result.host = host;
-    cut(&mut output, MAX_RESULT / 2);
-    output.add_to(&mut result);
-    let mut budget = MAX_RESULT;
+    cut(
+        &mut result.files,
+        &mut result.files_omitted,
+        &mut result.rejected,
+        &mut result.rejected_omitted,
+        budget.bytes / 2,
+    );
+    if let Some(value) = &result.result {
+        let most = budget.bytes / 8;
+        let mut shown: String = value.chars().take(most).collect();
+        if shown.len() < value.len() {
+            shown.push_str("...");
+            result.truncated = true;
+        }
+        result.result = Some(if budget.raw { shown } else { text::safe(&shown) });
+    }
+    // Why a program could not be started is there already.
+    let said = text::safe(&std::mem::take(&mut result.stderr));
+    let (out, err) = (stdout.parts(), stderr.parts());
+    let cut_before = result.truncated;
+    let mut room = budget.bytes;
     loop {
-        let (stdout, cut_out) = text(&answer.stdout, budget / 2);
-        let (stderr, cut_err) = text(&answer.stderr, budget / 2);
+        let (share_out, share_err) = shares(&out, &err, room);
+        let (stdout, cut_out) = both_ends(&out, share_out, budget.raw);
+        let (stderr, cut_err) = both_ends(&err, share_err, budget.raw);
         result.stdout = stdout;
-        result.stderr = stderr;
-        if let Some(error) = &answer.start_error {
-            result.stderr.push_str(error);
+        result.stderr = stderr + &said;
+        result.truncated = cut_before || cut_out || cut_err;
+        result.note = result.truncated.then(|| note(&result));
+        // Escapes can make JSON up to six times as long as its text.
+        if budget.fits(&result) || room == 0 {
+            break;
         }
-        result.truncated = cut_out || cut_err;
-        // Escapes can make JSON up to six times as long as its text; halve until it fits.
-        let length = serde_json::to_string(&result).map(|s| s.len()).unwrap_or(usize::MAX);
-        if length <= MAX_RESULT || budget == 0 {
-            return result;
+        room = room / 8 * 7;
+    }
+    if !result.truncated {
+        // Nothing is missing here.
+        (result.stdout_file, result.stderr_file) = (None, None);
+    }
+    result
+}
+
+/// Divides the room: each output gets half, and what the other does not need.
+fn shares(out: &Parts, err: &Parts, room: usize) -> (usize, usize) {
+    let needs = |parts: &Parts| usize::try_from(parts.2).unwrap_or(usize::MAX);
+    let half = room / 2;
+    (
+        room.saturating_sub(needs(err).min(half)).max(half),
+        room.saturating_sub(needs(out).min(half)).max(half),
+    )
+}
+
+fn note(result: &RunResult) -> String {
+    match (result.sandbox, &result.stdout_file, &result.stderr_file) {
+        (SandboxFate::Kept, Some(file), None) | (SandboxFate::Kept, None, Some(file)) => {
+            format!("truncated; page through {file} with read_file")
         }
-        budget /= 2;
+        (SandboxFate::Kept, Some(out), Some(err)) => {
+            format!("truncated; page through {out} and {err} with read_file")
+        }
+        (SandboxFate::Kept, None, None) => "truncated".to_owned(),
+        (SandboxFate::Discarded, ..) => {
+            "truncated; repeat with a sandbox_id or write to /workspace/output".to_owned()
+        }
     }
 }
 
 /// Result of the end of a kept sandbox.
-pub(super) fn destroyed(mut output: Output) -> DestroySandboxResult {
-    cut(&mut output, MAX_RESULT);
+pub(super) fn destroyed(mut output: Output, budget: Budget) -> DestroySandboxResult {
+    cut(
+        &mut output.files,
+        &mut output.files_omitted,
+        &mut output.rejected,
+        &mut output.rejected_omitted,
+        budget.bytes.saturating_sub(500),
+    );
     DestroySandboxResult {
         destroyed: true,
         files: output.files,
@@ -79,39 +157,44 @@ pub(super) fn destroyed(mut output: Output) -> DestroySandboxResult {
     }
 }
 
-/// Leaves entries out until the rest takes at most `limit` bytes of JSON.
-fn cut(output: &mut Output, limit: usize) {
-    let length = |output: &Output| {
-        let files = serde_json::to_string(&output.files).map(|s| s.len());
-        let rejected = serde_json::to_string(&output.rejected).map(|s| s.len());
+/// Makes names safe, and leaves entries out until the rest takes at most `limit` bytes of JSON.
+fn cut(
+    files: &mut Vec<FileChange>,
+    files_omitted: &mut u64,
+    rejected: &mut Vec<Rejected>,
+    rejected_omitted: &mut u64,
+    limit: usize,
+) {
+    files.iter_mut().for_each(|file| file.path = text::safe(&file.path));
+    rejected.iter_mut().for_each(|one| one.path = text::safe(&one.path));
+    let length = |files: &Vec<FileChange>, rejected: &Vec<Rejected>| {
+        let files = serde_json::to_string(files).map(|s| s.len());
+        let rejected = serde_json::to_string(rejected).map(|s| s.len());
         files.unwrap_or(usize::MAX).saturating_add(rejected.unwrap_or(usize::MAX))
     };
     let less = |length: usize| u64::try_from(length.div_ceil(2)).unwrap_or(u64::MAX);
-    while length(output) > limit && !(output.files.is_empty() && output.rejected.is_empty()) {
+    while length(files, rejected) > limit && !(files.is_empty() && rejected.is_empty()) {
         // The longer list first.
-        if output.files.len() >= output.rejected.len() {
-            let gone = less(output.files.len());
-            output.files.truncate(output.files.len() / 2);
-            output.files_omitted = output.files_omitted.saturating_add(gone);
+        if files.len() >= rejected.len() {
+            *files_omitted = files_omitted.saturating_add(less(files.len()));
+            files.truncate(files.len() / 2);
         } else {
-            let gone = less(output.rejected.len());
-            output.rejected.truncate(output.rejected.len() / 2);
-            output.rejected_omitted = output.rejected_omitted.saturating_add(gone);
+            *rejected_omitted = rejected_omitted.saturating_add(less(rejected.len()));
+            rejected.truncate(rejected.len() / 2);
         }
     }
 }
 
+/// Head, tail and number of bytes of an output.
+type Parts = (Vec<u8>, Vec<u8>, u64);
+
 /// Text of an output within `limit` bytes: head and tail, with what was left out in between.
-fn text(captured: &Captured, limit: usize) -> (String, bool) {
-    // The guest may send anything; what is no base64 counts as nothing.
-    let head = STANDARD.decode(&captured.head).unwrap_or_default();
-    let tail = STANDARD.decode(&captured.tail).unwrap_or_default();
+fn both_ends((head, tail, bytes): &Parts, limit: usize, raw: bool) -> (String, bool) {
     let kept = head.len().saturating_add(tail.len());
-    let total = usize::try_from(captured.bytes).unwrap_or(usize::MAX).max(kept);
+    let total = usize::try_from(*bytes).unwrap_or(usize::MAX).max(kept);
     if kept == total && total <= limit {
-        let mut all = head;
-        all.extend(tail);
-        return (String::from_utf8_lossy(&all).into_owned(), false);
+        let all = [head.as_slice(), tail].concat();
+        return (text::of(&all, raw), false);
     }
     let half = limit / 2;
     // Without a tail the head is all there is, so its end is the tail.
@@ -122,69 +205,136 @@ fn text(captured: &Captured, limit: usize) -> (String, bool) {
         (head.get(..half.min(head.len())), tail.get(tail.len().saturating_sub(half)..))
     };
     let (first, last) = (first.unwrap_or_default(), last.unwrap_or_default());
+    let (first, last) = (whole_end(first), whole_start(last));
     let left_out = total.saturating_sub(first.len()).saturating_sub(last.len());
-    let text = format!(
-        "{}\n[{left_out} bytes left out]\n{}",
-        String::from_utf8_lossy(first),
-        String::from_utf8_lossy(last)
-    );
-    (text, true)
+    let (first, last) = (text::of(first, raw), text::of(last, raw));
+    (format!("{first}\n[{left_out} bytes left out]\n{last}"), true)
+}
+
+/// Without the beginning of a character at the end.
+pub(super) fn whole_end(bytes: &[u8]) -> &[u8] {
+    match std::str::from_utf8(bytes) {
+        Err(error) if error.error_len().is_none() => {
+            bytes.get(..error.valid_up_to()).unwrap_or_default()
+        }
+        _ => bytes,
+    }
+}
+
+/// Without the rest of a character at the start.
+fn whole_start(bytes: &[u8]) -> &[u8] {
+    let rest = bytes.iter().take(3).take_while(|b| **b & 0xc0 == 0x80).count();
+    bytes.get(rest..).unwrap_or_default()
+}
+
+/// As much of `bytes` as fits into `most` bytes of JSON, as text, and how many bytes that is. A
+/// character is not torn unless it is the only one.
+pub(super) fn prefix(bytes: &[u8], most: usize, raw: bool) -> (String, usize) {
+    let mut length = bytes.len();
+    loop {
+        let part = bytes.get(..length).unwrap_or_default();
+        let part = if length < bytes.len() { whole_end(part) } else { part };
+        let part = if part.is_empty() { bytes.get(..length).unwrap_or_default() } else { part };
+        let text = text::of(part, raw);
+        let json = serde_json::to_string(&text).map_or(usize::MAX, |json| json.len());
+        if json <= most || length <= 1 {
+            return (text, part.len());
+        }
+        // In proportion to what was too much, and at least a little less.
+        let scaled = u128::try_from(part.len()).unwrap_or(0).saturating_mul(most as u128)
+            / u128::try_from(json).unwrap_or(1).max(1);
+        let scaled = usize::try_from(scaled).unwrap_or(0);
+        length = scaled.min(part.len().saturating_sub(1)).max(1);
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use casulo_protocol::result::{Change, FileKind, Reason};
+    use proptest::prelude::*;
+    use tokio::io::AsyncWriteExt as _;
+
     use super::*;
 
-    fn captured(head: &[u8], tail: &[u8], bytes: u64) -> Captured {
-        Captured { head: STANDARD.encode(head), tail: STANDARD.encode(tail), bytes }
+    fn captured(data: &[u8], limit: usize) -> Capture {
+        let mut capture = Capture::new(limit);
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(capture.write_all(data)).unwrap();
+        capture
+    }
+
+    fn rendered(stdout: &[u8], stderr: &[u8], result: RunResult, bytes: u32) -> RunResult {
+        let budget = Budget::new(bytes, false);
+        let captures = [captured(stdout, budget.bytes()), captured(stderr, budget.bytes())];
+        let result = command(result, &captures, budget);
+        assert!(budget.fits(&result), "{} bytes", serde_json::to_string(&result).unwrap().len());
+        result
     }
 
     #[test]
-    fn short_output_is_whole() {
-        assert_eq!(text(&captured(b"ab", b"cd", 4), 100), ("abcd".to_owned(), false));
+    fn both_ends_are_kept_with_what_is_missing_in_between() {
+        let parts = |head: &[u8], tail: &[u8], bytes| (head.to_vec(), tail.to_vec(), bytes);
+        let text = |parts: &Parts, limit| both_ends(parts, limit, false);
+        assert_eq!(text(&parts(b"ab", b"cd", 4), 100), ("abcd".to_owned(), false));
+        let (long, cut) = text(&parts(b"aaaa", b"zzzz", 1000), 4);
+        assert_eq!((long.as_str(), cut), ("aa\n[996 bytes left out]\nzz", true));
+        let (own, cut) = text(&parts(b"abcdefgh", b"", 8), 4);
+        assert_eq!((own.as_str(), cut), ("ab\n[4 bytes left out]\ngh", true));
+        // Characters are not torn, and the count is right.
+        let (torn, _) = text(&parts("aéé".as_bytes(), "éz".as_bytes(), 100), 4);
+        assert_eq!(torn, "a\n[98 bytes left out]\nz");
     }
 
     #[test]
-    fn long_output_keeps_both_ends() {
-        let (text, cut) = text(&captured(b"aaaa", b"zzzz", 1000), 4);
-        assert_eq!(text, "aa\n[996 bytes left out]\nzz");
-        assert!(cut);
-    }
-
-    #[test]
-    fn a_head_over_the_limit_is_its_own_tail() {
-        let (text, cut) = text(&captured(b"abcdefgh", b"", 8), 4);
-        assert_eq!(text, "ab\n[4 bytes left out]\ngh");
-        assert!(cut);
-    }
-
-    #[test]
-    fn escapes_do_not_break_the_limit() {
-        let answer = CommandResult {
-            stdout: captured(&[1; 20_000], b"", 20_000),
-            ..CommandResult::default()
-        };
-        let result =
-            command(&answer, Output::default(), HostKind::Native, SandboxFate::Discarded, None);
-        assert!(serde_json::to_string(&result).unwrap().len() <= MAX_RESULT);
-        assert!(result.truncated);
-    }
-
-    #[test]
-    fn a_lying_guest_gives_a_result_all_the_same() {
-        let answer = CommandResult {
-            stdout: Captured { head: "!!".into(), tail: "*".into(), bytes: u64::MAX },
-            ..CommandResult::default()
-        };
-        assert!(
-            command(&answer, Output::default(), HostKind::Native, SandboxFate::Discarded, None)
-                .truncated
+    fn a_result_is_whole_at_its_limit_and_cut_one_above() {
+        let empty = serde_json::to_string(&rendered(b"", b"", RunResult::new(), 24 * 1024));
+        let room = 24 * 1024 - empty.unwrap().len();
+        let fits = rendered(&vec![b'x'; room], b"", RunResult::new(), 24 * 1024);
+        assert!(!fits.truncated);
+        assert_eq!(serde_json::to_string(&fits).unwrap().len(), 24 * 1024);
+        let cut = rendered(&vec![b'x'; room + 1], b"", RunResult::new(), 24 * 1024);
+        assert!(cut.truncated && cut.stdout.contains("bytes left out"));
+        assert!(cut.stdout.len() > 10_000, "most of it is there");
+        assert_eq!(
+            cut.note.unwrap(),
+            "truncated; repeat with a sandbox_id or write to /workspace/output"
         );
     }
 
     #[test]
+    fn a_kept_sandbox_tells_where_the_rest_is() {
+        let mut result = RunResult::new();
+        result.sandbox = SandboxFate::Kept;
+        result.stdout_file = Some("/run/x.stdout".into());
+        let cut = rendered(&[b'x'; 30_000], b"", result.clone(), 24 * 1024);
+        assert_eq!(cut.note.unwrap(), "truncated; page through /run/x.stdout with read_file");
+        let whole = rendered(b"x", b"", result, 24 * 1024);
+        assert_eq!((whole.note, whole.stdout_file), (None, None));
+    }
+
+    #[test]
+    fn one_long_output_does_not_cost_the_other() {
+        let both = rendered(&[b'x'; 100_000], b"the reason", RunResult::new(), 24 * 1024);
+        assert_eq!(both.stderr, "the reason");
+        assert!(both.stdout.len() > 20_000);
+        let half = rendered(&[b'x'; 100_000], &[b'y'; 100_000], RunResult::new(), 24 * 1024);
+        assert!(half.stderr.len() > 10_000 && half.stdout.len() > 10_000);
+    }
+
+    #[test]
+    fn escapes_and_long_values_do_not_break_the_limit() {
+        for bytes in [2048, 24 * 1024, 256 * 1024] {
+            for fill in [1u8, b'"', 0xff, b'\\'] {
+                let mut result = RunResult::new();
+                result.result = Some("\u{1}\"".repeat(100_000));
+                let result = rendered(&vec![fill; 300_000], &vec![fill; 300_000], result, bytes);
+                assert!(result.truncated);
+            }
+        }
+    }
+
+    #[test]
     fn long_lists_are_cut_and_counted() {
-        use casulo_protocol::result::{Change, FileChange, FileKind, Reason, Rejected};
         let mut output = Output::default();
         let file =
             |n: usize| FileChange::new(format!("{n:0200}"), FileKind::File, 1, Change::Created);
@@ -193,19 +343,43 @@ mod tests {
         let share = || "/workspace/output".to_owned();
         let rejected = |n| Rejected::new(share(), format!("{n}"), FileKind::Other, Reason::Special);
         output.rejected = (0..1000).map(rejected).collect();
-        let answer = CommandResult {
-            stdout: captured(&[b'x'; 20_000], b"", 20_000),
-            ..CommandResult::default()
-        };
-        let result =
-            command(&answer, output.clone(), HostKind::Native, SandboxFate::Discarded, None);
-        assert!(serde_json::to_string(&result).unwrap().len() <= MAX_RESULT);
+        let mut result = RunResult::new();
+        output.clone().add_to(&mut result);
+        let result = rendered(&[b'x'; 20_000], b"", result, 24 * 1024);
         let count = |left: usize, omitted: u64| left as u64 + omitted;
         assert!(!result.files.is_empty() && !result.rejected.is_empty());
         assert_eq!(count(result.files.len(), result.files_omitted), 1007);
         assert_eq!(count(result.rejected.len(), result.rejected_omitted), 1000);
-        let result = destroyed(output);
+        let budget = Budget::new(24 * 1024, false);
+        let result = destroyed(output, budget);
         assert_eq!(count(result.files.len(), result.files_omitted), 1007);
-        assert!(serde_json::to_string(&result).unwrap().len() <= MAX_RESULT + 200);
+        assert!(budget.fits(&result));
+    }
+
+    #[test]
+    fn names_of_files_cannot_hide_anything() {
+        let mut result = RunResult::new();
+        let name = "a\u{202e}b\u{1b}[2J".to_owned();
+        result.files = vec![FileChange::new(name, FileKind::File, 1, Change::Created)];
+        let result = rendered(b"", b"", result, 24 * 1024);
+        assert_eq!(result.files[0].path, "a\\u{202e}b");
+    }
+
+    proptest! {
+        #[test]
+        fn a_prefix_fits_and_loses_nothing(
+            bytes in proptest::collection::vec(any::<u8>(), 1..400),
+            most in 20usize..300,
+        ) {
+            let mut rest = bytes.as_slice();
+            let mut steps = 0;
+            while !rest.is_empty() {
+                let (text, taken) = prefix(rest, most, false);
+                prop_assert!(taken > 0 && serde_json::to_string(&text).unwrap().len() <= most);
+                rest = &rest[taken..];
+                steps += 1;
+            }
+            prop_assert!(steps <= bytes.len());
+        }
     }
 }

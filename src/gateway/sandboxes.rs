@@ -8,48 +8,40 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use casulo_protocol::error::{ErrorClass, Retry, TaskError};
 use casulo_protocol::spec::SandboxSpec;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::limits::Limits;
+use super::processes::Processes;
+use super::tools::args::Language;
 use crate::{Files, Output, Runtime, Sandbox};
 
 /// Who calls: whoever holds the token of that name, or the one client on standard input and output.
 /// Callers do not see each other's sandboxes.
 pub(super) type Caller = Arc<str>;
 
-/// What a gateway allows.
-#[derive(Clone, Debug)]
-pub struct Limits {
-    /// Most sandboxes at once, fresh and kept.
-    pub sandboxes: usize,
-    /// Time without a call after which a kept sandbox ends.
-    pub idle: Duration,
-    /// Age at which a kept sandbox ends.
-    pub life: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            sandboxes: 16,
-            idle: Duration::from_secs(15 * 60),
-            life: Duration::from_secs(4 * 60 * 60),
-        }
-    }
-}
-
 /// A running sandbox and its place among the allowed ones.
 pub(super) struct Held {
     pub(super) id: String,
-    pub(super) sandbox: Sandbox,
+    pub(super) sandbox: Arc<Sandbox>,
+    pub(super) processes: Mutex<Processes>,
+    turns: Mutex<HashMap<Language, Arc<tokio::sync::Mutex<()>>>>,
     owner: Caller,
     created: Instant,
     used: Mutex<Instant>,
     calls: std::sync::atomic::AtomicUsize,
     _slot: OwnedSemaphorePermit,
+}
+
+impl Held {
+    /// Waits until no other call uses the interpreter of `language`.
+    pub(super) async fn turn(&self, language: Language) -> tokio::sync::OwnedMutexGuard<()> {
+        let turn = Arc::clone(lock(&self.turns).entry(language).or_default());
+        turn.lock_owned().await
+    }
 }
 
 /// A call in a kept sandbox: while it lives the sandbox is not idle.
@@ -78,7 +70,11 @@ pub(super) struct Sandboxes {
     pub(super) limits: Limits,
     slots: Arc<Semaphore>,
     kept: Mutex<HashMap<String, Arc<Held>>>,
+    names: Mutex<HashMap<(Caller, String), NameSlot>>,
 }
+
+/// The id of the sandbox of one name; locked while it is made.
+type NameSlot = Arc<tokio::sync::Mutex<String>>;
 
 /// A poisoned lock means that another call panicked; the map itself is still whole.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -105,7 +101,15 @@ impl Sandboxes {
     ) -> Arc<Self> {
         let output = template.output.take();
         let slots = Arc::new(Semaphore::new(limits.sandboxes));
-        Arc::new(Self { runtime, template, output, limits, slots, kept: Mutex::default() })
+        Arc::new(Self {
+            runtime,
+            template,
+            output,
+            limits,
+            slots,
+            kept: Mutex::default(),
+            names: Mutex::default(),
+        })
     }
 
     /// Boots a sandbox for one call of `caller`.
@@ -133,7 +137,9 @@ impl Sandboxes {
         let now = Instant::now();
         Ok(Held {
             id,
-            sandbox,
+            sandbox: Arc::new(sandbox),
+            processes: Mutex::default(),
+            turns: Mutex::default(),
             owner: Arc::clone(caller),
             created: now,
             used: Mutex::new(now),
@@ -142,18 +148,72 @@ impl Sandboxes {
         })
     }
 
-    /// Boots a sandbox that is kept for `caller`, and gives its id.
-    pub(super) async fn create(&self, caller: &Caller) -> Result<String, TaskError> {
-        let held = self.fresh(caller).await?;
+    /// The id of `caller`'s sandbox of that name, which is booted if there is none, and whether it
+    /// was. Without a name it is always booted.
+    pub(super) async fn create(
+        &self,
+        caller: &Caller,
+        name: &str,
+    ) -> Result<(String, bool), TaskError> {
+        if name.is_empty() {
+            return Ok((self.keep(caller).await?, true));
+        }
+        let slot = {
+            let mut names = lock(&self.names);
+            // Names that nobody makes a sandbox for, and whose sandbox is gone, are forgotten.
+            names.retain(|_, slot| {
+                Arc::strong_count(slot) > 1
+                    || slot.try_lock().is_ok_and(|id| lock(&self.kept).contains_key(id.as_str()))
+            });
+            Arc::clone(names.entry((Arc::clone(caller), name.to_owned())).or_default())
+        };
+        // Whoever else asks for the name meanwhile waits, and gets the same.
+        let mut id = slot.lock().await;
+        if self.get(caller, &id).is_ok() {
+            return Ok((id.clone(), false));
+        }
+        *id = self.keep(caller).await?;
+        Ok((id.clone(), true))
+    }
+
+    async fn keep(&self, caller: &Caller) -> Result<String, TaskError> {
+        let held = self.fresh(caller).await.map_err(|mut error| {
+            if error.class == ErrorClass::Capacity {
+                error.message.push_str(&self.live(caller));
+            }
+            error
+        })?;
         let id = held.id.clone();
         lock(&self.kept).insert(id.clone(), Arc::new(held));
         Ok(id)
     }
 
+    /// A sentence that names the caller's sandboxes.
+    fn live(&self, caller: &Caller) -> String {
+        let kept = lock(&self.kept);
+        let mut ids: Vec<&str> = kept
+            .values()
+            .filter(|held| held.owner == *caller)
+            .map(|held| held.id.as_str())
+            .collect();
+        ids.sort_unstable();
+        if ids.is_empty() {
+            return "; none of them is kept by you".to_owned();
+        }
+        format!("; yours are {}", ids.join(", "))
+    }
+
     /// The kept sandbox of that id, if it is `caller`'s.
     pub(super) fn get(&self, caller: &Caller, id: &str) -> Result<Call, TaskError> {
-        let kept = lock(&self.kept);
+        let mut kept = lock(&self.kept);
         let held = kept.get(id).filter(|held| held.owner == *caller).ok_or_else(not_found)?;
+        if !held.sandbox.is_alive() {
+            // Who was in it has been told; it only waits to be cleared away.
+            if let Some(held) = kept.remove(id) {
+                tokio::spawn(async move { held.sandbox.close(Files::Ignore).await.map(drop) });
+            }
+            return Err(not_found());
+        }
         held.calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         Ok(Call(Arc::clone(held)))
     }

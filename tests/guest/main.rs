@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod broken;
+mod client;
 #[allow(dead_code, unreachable_pub, reason = "the tests of the VMM use more of it")]
 #[path = "../../vmm/tests/common/code.rs"]
 mod code;
@@ -18,6 +19,7 @@ mod ending;
 mod errors;
 mod hang;
 mod isolation;
+mod mcp;
 mod memory;
 mod output;
 mod run;

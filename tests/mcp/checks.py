@@ -8,6 +8,9 @@ TOOLS = [
     "read_file",
     "write_file",
     "list_files",
+    "start_process",
+    "poll_process",
+    "stop_process",
     "create_sandbox",
     "destroy_sandbox",
 ]

@@ -79,8 +79,13 @@ impl Language {
 pub(super) struct Repls {
     folder: PathBuf,
     next: AtomicU64,
-    slots: Mutex<HashMap<(Language, String), Arc<tokio::sync::Mutex<Slot>>>>,
+    slots: Mutex<HashMap<Key, SharedSlot>>,
 }
+
+/// Language and user.
+type Key = (Language, String);
+/// Locked while a call runs.
+type SharedSlot = Arc<tokio::sync::Mutex<Slot>>;
 
 #[derive(Debug, Default)]
 struct Slot {
@@ -133,7 +138,7 @@ impl Repls {
         Self { folder, next: AtomicU64::new(1), slots: Mutex::default() }
     }
 
-    fn slot(&self, key: (Language, String)) -> Option<Arc<tokio::sync::Mutex<Slot>>> {
+    fn slot(&self, key: Key) -> Option<SharedSlot> {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         if slots.len() >= MAX_REPLS && !slots.contains_key(&key) {
             return None;

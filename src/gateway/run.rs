@@ -1,0 +1,190 @@
+//! `run_command` and `execute_code`.
+
+use std::io::Cursor;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use casulo_protocol::agent::Keep;
+use casulo_protocol::error::{ErrorClass, Retry, TaskError};
+use casulo_protocol::result::{RunResult, SandboxFate};
+use casulo_protocol::spec::RunSpec;
+use rmcp::model::CallToolResult;
+
+use super::render::{self, Budget};
+use super::sandboxes::Held;
+use super::server::{Context, Server, capacity, invalid};
+use super::tools::args::{CommandLine, Language, RunOptions, Source};
+use crate::capture::Capture;
+use crate::{Execution, Files, Program, Stdio};
+
+/// Numbers the calls of a gateway, for the names of their files in a guest.
+static CALLS: AtomicU64 = AtomicU64::new(1);
+
+/// A name for the files of one call.
+pub(super) fn call_name() -> String {
+    format!("call-{}", CALLS.fetch_add(1, Ordering::Relaxed))
+}
+
+/// What is to be run.
+enum Subject {
+    Command(String),
+    Code(Language, String),
+}
+
+impl Server {
+    pub(super) async fn run_command(
+        &self,
+        (subject, options): (CommandLine, RunOptions),
+        context: &Context,
+    ) -> Result<CallToolResult, TaskError> {
+        self.execute(Subject::Command(subject.command), options, context).await
+    }
+
+    pub(super) async fn execute_code(
+        &self,
+        (subject, options): (Source, RunOptions),
+        context: &Context,
+    ) -> Result<CallToolResult, TaskError> {
+        self.execute(Subject::Code(subject.language, subject.code), options, context).await
+    }
+
+    async fn execute(
+        &self,
+        subject: Subject,
+        options: RunOptions,
+        context: &Context,
+    ) -> Result<CallToolResult, TaskError> {
+        let budget = self.budget(options.max_output_bytes, options.raw)?;
+        let result = if options.sandbox_id.is_empty() {
+            self.in_fresh(subject, options, budget, context).await?
+        } else {
+            self.in_kept(subject, options, budget, context).await?
+        };
+        render::both(&result)
+    }
+
+    /// Dropping the sandbox when the client gives up ends its VM.
+    async fn in_fresh(
+        &self,
+        subject: Subject,
+        options: RunOptions,
+        budget: Budget,
+        context: &Context,
+    ) -> Result<RunResult, TaskError> {
+        context
+            .or_cancelled(async {
+                let held = self.sandboxes.fresh(&self.caller).await?;
+                let (program, spec, stdin) = match subject {
+                    Subject::Command(line) => {
+                        let stdin = options.stdin.clone();
+                        (Program::Command, RunSpec::new(["bash", "-c", &line]), stdin)
+                    }
+                    Subject::Code(language, code) => {
+                        let language = language.name().to_owned();
+                        let program = Program::Code { language, code };
+                        (program, RunSpec::default(), options.stdin.clone())
+                    }
+                };
+                let how = Execution::default();
+                let (mut result, capture) =
+                    self.one(&held, spec, program, stdin, &options, how, budget, context).await?;
+                let output = held.sandbox.finish(Files::List).await.map_err(TaskError::from)?;
+                output.add_to(&mut result);
+                result.sandbox = SandboxFate::Discarded;
+                Ok(render::command(result, &capture, budget))
+            })
+            .await
+    }
+
+    async fn in_kept(
+        &self,
+        subject: Subject,
+        options: RunOptions,
+        budget: Budget,
+        context: &Context,
+    ) -> Result<RunResult, TaskError> {
+        let call = self.sandboxes.get(&self.caller, &options.sandbox_id)?;
+        let _turn;
+        let (program, spec, stdin, files) = match subject {
+            Subject::Command(line) => {
+                let spec = RunSpec::new(["bash", "-c", &line]);
+                (Program::Command, spec, options.stdin.clone(), Files::Ignore)
+            }
+            Subject::Code(language, code) => {
+                // One interpreter runs one call at a time.
+                let limit = Duration::from_secs(options.timeout_seconds.into());
+                let turn = tokio::time::timeout(limit, call.turn(language));
+                _turn = context
+                    .or_cancelled(async {
+                        turn.await.map_err(|_| {
+                            capacity(format!(
+                                "other calls have kept the {} interpreter of this sandbox busy for \
+                                 {} seconds; try again when they have ended",
+                                language.name(),
+                                options.timeout_seconds
+                            ))
+                        })
+                    })
+                    .await?;
+                let language = language.name().to_owned();
+                let stdin = options.stdin.clone();
+                let program = Program::Session { language, code, stdin };
+                (program, RunSpec::default(), String::new(), Files::List)
+            }
+        };
+        let keep = Keep { name: call_name(), after: budget.spill_after() };
+        let how = Execution { files, keep: Some(keep) };
+        let (mut result, capture) =
+            self.one(&call, spec, program, stdin, &options, how, budget, context).await?;
+        if result.timed_out && !call.sandbox.is_alive() {
+            return Err(TaskError {
+                class: ErrorClass::GuestLost,
+                message: "the guest did not end the call when its time was over; the sandbox and \
+                          everything in it are gone"
+                    .to_owned(),
+                retry: Retry::Unknown,
+            });
+        }
+        result.sandbox = SandboxFate::Kept;
+        result.sandbox_id = Some(options.sandbox_id);
+        Ok(render::command(result, &capture, budget))
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "everything that makes up a run meets here")]
+    async fn one(
+        &self,
+        held: &Held,
+        mut spec: RunSpec,
+        program: Program,
+        stdin: String,
+        options: &RunOptions,
+        how: Execution,
+        budget: Budget,
+        context: &Context,
+    ) -> Result<(RunResult, [Capture; 2]), TaskError> {
+        spec.env.clone_from(&options.env);
+        spec.timeout_ms = Some(u64::from(options.timeout_seconds) * 1000);
+        spec.workdir = (!options.cwd.is_empty()).then(|| options.cwd.clone());
+        let capture = [Capture::new(budget.bytes()), Capture::new(budget.bytes())];
+        let [stdout, stderr] = &capture;
+        let (stdout, stderr) = (context.tee(stdout.clone()), context.tee(stderr.clone()));
+        let stdin = (!stdin.is_empty()).then(|| Box::new(Cursor::new(stdin.into_bytes())) as _);
+        let stdio = Stdio { stdin, stdout, stderr, control: None };
+        let cancelled = context.cancel.cancelled();
+        let run = held.sandbox.execute(&spec, &program, stdio, how, cancelled);
+        let mut result = context.with_progress(run).await.map_err(TaskError::from)?;
+        result.host = self.host;
+        Ok((result, capture))
+    }
+
+    /// Room for a result.
+    pub(super) fn budget(&self, bytes: u32, raw: bool) -> Result<Budget, TaskError> {
+        let most = self.sandboxes.limits.output_bytes;
+        if bytes > most {
+            return Err(invalid(format!(
+                "max_output_bytes is {bytes}; this gateway allows at most {most}"
+            )));
+        }
+        Ok(Budget::new(bytes, raw))
+    }
+}
