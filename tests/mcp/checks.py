@@ -57,7 +57,7 @@ async def check(tools, call):
     await good("destroy_sandbox", {"sandbox_id": sandbox})
 
     await bad("read_file", {"sandbox_id": sandbox, "path": "a/b.txt"}, "sandbox_not_found")
-    await bad("destroy_sandbox", {"sandbox_id": "sb_0"}, "sandbox_not_found")
+    await bad("destroy_sandbox", {"sandbox_id": "sb_00000000000000000000000000000000"}, "sandbox_not_found")
     await bad("run_command", {"command": "true", "timeout_seconds": 601}, "invalid_argument")
     await bad("run_command", {"command": "true", "unknown": 1}, "invalid_argument")
     await bad("execute_code", {"language": "cobol", "code": "x"}, "invalid_argument")

@@ -355,7 +355,8 @@ async fn a_request_has_at_most_four_mebibytes() {
 #[tokio::test]
 async fn a_call_without_a_guest_is_a_tool_error_and_is_counted() {
     let server = Running::local().await;
-    let arguments = json!({"name": "destroy_sandbox", "arguments": {"sandbox_id": "sb_1"}});
+    let arguments =
+        json!({"name": "destroy_sandbox", "arguments": {"sandbox_id": format!("sb_{:032}", 1)}});
     let reply = server.send(modern(Some(ANA), "tools/call", arguments)).await.json();
     assert_eq!(reply["result"]["isError"], true, "{reply}");
     assert_eq!(reply["result"]["structuredContent"]["class"], "sandbox_not_found");
