@@ -12,7 +12,7 @@ use crate::gateway::http;
 pub(crate) struct ConnectOptions {
     /// Pass everything on to the `casulo serve` at http://HOST:PORT/mcp, https://HOST/mcp or
     /// unix:PATH, where sandboxes outlive this process
-    #[arg(long, value_name = "URL", conflicts_with_all = ["SandboxOptions", "max_sandboxes"])]
+    #[arg(long, value_name = "URL", conflicts_with_all = ["SandboxOptions", "max_sandboxes", "keep"])]
     pub(crate) connect: Option<String>,
     /// The server's token file [default: CASULO_TOKEN in the environment, else for a server on this
     /// machine token in CASULO_HOME]

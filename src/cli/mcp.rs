@@ -16,6 +16,9 @@ use crate::{Runtime, RuntimeConfig};
 /// Options of `casulo mcp`.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
+    /// Let calls that name no sandbox share one, which lives as long as this process
+    #[arg(long)]
+    keep: bool,
     #[command(flatten)]
     connect: ConnectOptions,
     #[command(flatten)]
@@ -69,7 +72,7 @@ fn serve(args: &Args, config: RuntimeConfig) -> Result<u8, String> {
             }
         };
         let gateway = Gateway::new(runtime, spec, limits, host);
-        let served = gateway.serve_stdio(stop).await;
+        let served = gateway.serve_stdio(args.keep, stop).await;
         gateway.close().await;
         served.map_err(|e| format!("the MCP connection failed: {e}"))?;
         Ok(status)

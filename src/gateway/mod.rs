@@ -70,9 +70,9 @@ impl Gateway {
     }
 
     /// The MCP server for one caller.
-    fn server(&self, caller: &str) -> server::Server {
+    fn server(&self, caller: &str, keep: bool) -> server::Server {
         let (sandboxes, metrics) = (Arc::clone(&self.sandboxes), Arc::clone(&self.metrics));
-        server::Server { sandboxes, metrics, caller: caller.into(), host: self.host }
+        server::Server { sandboxes, metrics, caller: caller.into(), host: self.host, keep }
     }
 
     /// Counters for Prometheus; `in_flight` calls are being answered.
@@ -84,13 +84,17 @@ impl Gateway {
     }
 
     /// Serves one MCP client on standard input and output until it closes them, or until `stop` is
-    /// over. The sandboxes stay until [`Self::close`].
+    /// over. The sandboxes stay until [`Self::close`]. With `keep` calls that name no sandbox share one.
     ///
     /// # Errors
     /// The client broke the protocol before the first request, or the server task failed.
-    pub async fn serve_stdio(&self, stop: impl Future<Output = ()>) -> std::io::Result<()> {
+    pub async fn serve_stdio(
+        &self,
+        keep: bool,
+        stop: impl Future<Output = ()>,
+    ) -> std::io::Result<()> {
         let serve = async {
-            match self.server("stdio").serve(rmcp::transport::stdio_pipes()).await {
+            match self.server("stdio", keep).serve(rmcp::transport::stdio_pipes()).await {
                 Ok(running) => running.waiting().await.map(drop).map_err(std::io::Error::other),
                 // A client that only probes and leaves is no failure.
                 Err(ServerInitializeError::ConnectionClosed(_)) => Ok(()),

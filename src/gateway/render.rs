@@ -54,15 +54,15 @@ pub(super) fn both<T: Serialize>(value: &T) -> Result<CallToolResult, TaskError>
     Ok(result)
 }
 
-/// An error that the model can read and act on: the same object in both forms.
+/// An error that the model can read and act on.
 pub(super) fn error(error: &TaskError) -> CallToolResult {
     let mut error = error.clone();
     // It may repeat what the caller or the guest said.
     error.message = text::safe(&error.message.chars().take(4000).collect::<String>());
     let value = serde_json::to_value(&error).unwrap_or_default();
-    let mut result = CallToolResult::error(vec![ContentBlock::text(value.to_string())]);
-    result.structured_content = Some(value);
-    result
+    // Not structured too: what is structured must fit the tool's output schema, and clients that check
+    // that (the TypeScript SDK 1.x) would show the user a broken server instead of this error.
+    CallToolResult::error(vec![ContentBlock::text(value.to_string())])
 }
 
 /// Puts both outputs of a command into its result, within the budget.

@@ -51,10 +51,15 @@ impl Server {
     async fn execute(
         &self,
         subject: Subject,
-        options: RunOptions,
+        mut options: RunOptions,
         context: &Context,
     ) -> Result<CallToolResult, TaskError> {
         let budget = self.budget(options.max_output_bytes, options.raw)?;
+        if options.sandbox_id.is_empty()
+            && let Some(shared) = context.or_cancelled(self.shared()).await?
+        {
+            options.sandbox_id = shared;
+        }
         let result = if options.sandbox_id.is_empty() {
             self.in_fresh(subject, options, budget, context).await?
         } else {

@@ -36,7 +36,16 @@ pub(super) struct Server {
     pub(super) metrics: Arc<Metrics>,
     pub(super) caller: Caller,
     pub(super) host: HostKind,
+    /// Calls without a sandbox share one.
+    pub(super) keep: bool,
 }
+
+/// Name of the sandbox that calls without one share. No caller can give that name.
+const SHARED: &str = " shared";
+const SHARED_INSTRUCTIONS: &str = "Runs code and commands in an isolated Linux microVM without network, \
+    which keeps files and variables between calls; its sandbox_id is in the results, for the other \
+    tools. A program that fails is a normal result: look at exit_code and stderr. Work longer than a \
+    minute: start_process and poll_process.";
 
 pub(super) fn invalid(message: impl Into<String>) -> TaskError {
     TaskError { class: ErrorClass::InvalidArgument, message: message.into(), retry: Retry::No }
@@ -59,6 +68,14 @@ fn wrong(error: String) -> TaskError {
 }
 
 impl Server {
+    /// The sandbox of a call that names none, if such calls share one.
+    pub(super) async fn shared(&self) -> Result<Option<String>, TaskError> {
+        if !self.keep {
+            return Ok(None);
+        }
+        self.sandboxes.create(&self.caller, SHARED).await.map(|(id, _)| Some(id))
+    }
+
     async fn call(
         &self,
         tool: Name,
@@ -110,7 +127,7 @@ impl ServerHandler for Server {
         name.title = Some("Casulo".to_owned());
         ServerConfig::new(ServerCapabilities::builder().enable_tools().build())
             .with_server_info(name)
-            .with_instructions(INSTRUCTIONS)
+            .with_instructions(if self.keep { SHARED_INSTRUCTIONS } else { INSTRUCTIONS })
     }
 
     async fn list_tools(
@@ -118,7 +135,8 @@ impl ServerHandler for Server {
         _request: Option<PaginatedRequestParams>,
         _context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
-        Ok(ListToolsResult::with_all_items(tools::list())
+        let list = if self.keep { tools::list_keeping() } else { tools::list() };
+        Ok(ListToolsResult::with_all_items(list)
             .with_ttl_ms(3_600_000)
             .with_cache_scope(CacheScope::Private))
     }

@@ -18,6 +18,7 @@ mod embed;
 mod ending;
 mod errors;
 mod hang;
+mod http;
 mod isolation;
 mod mcp;
 mod memory;

@@ -56,7 +56,7 @@ impl Caller {
             .disable_allowed_origins()
             .with_max_request_body_bytes(MAX_BODY)
             .with_cancellation_token(cancel.clone());
-        let server = gateway.server(name);
+        let server = gateway.server(name, false);
         let factory = move || Ok(server.clone());
         let mcp = StreamableHttpService::new(factory, Arc::clone(&sessions), config);
         Arc::new(Self { mcp, sessions })

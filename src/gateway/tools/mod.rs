@@ -254,6 +254,25 @@ impl Name {
 
 static TOOLS: LazyLock<[Tool; 10]> = LazyLock::new(|| Name::ALL.map(Name::build));
 
+/// What the first two tools say of calls without a sandbox.
+const FORGETS: &str =
+    "Without sandbox_id nothing survives this call: no files, packages or variables.";
+/// The same where such calls share one sandbox.
+const KEEPS: &str = "Without sandbox_id calls share one sandbox, which keeps files and variables; its \
+     sandbox_id is in the result.";
+
+/// The list of a server whose calls without a sandbox share one.
+pub(super) fn list_keeping() -> Vec<Tool> {
+    let mut tools = list();
+    for tool in &mut tools {
+        let kept = tool.description.as_ref().and_then(|text| text.strip_prefix(FORGETS));
+        if let Some(rest) = kept.map(str::to_owned) {
+            tool.description = Some(Cow::Owned(format!("{KEEPS}{rest}")));
+        }
+    }
+    tools
+}
+
 /// The list as clients see it.
 pub fn list() -> Vec<Tool> {
     TOOLS.to_vec()
@@ -268,6 +287,7 @@ fn schema<T: JsonSchema>() -> JsonObject {
     object.remove("title");
     object.remove("description");
     object.values_mut().for_each(plain_enumerations);
+    object.values_mut().for_each(without_sizes);
     object
 }
 
@@ -287,6 +307,22 @@ fn plain_enumerations(value: &mut Value) {
             object.insert("type".to_owned(), "string".into());
             object.insert("enum".to_owned(), constants.into());
         }
+    }
+}
+
+/// Without the formats of Rust's numbers, `uint64` and such: JSON Schema has none of them, and some
+/// clients complain of each.
+fn without_sizes(value: &mut Value) {
+    match value {
+        Value::Object(object) => {
+            let sized = |format: &Value| format.as_str().is_some_and(|f| f.contains("int"));
+            if object.get("format").is_some_and(sized) {
+                object.remove("format");
+            }
+            object.values_mut().for_each(without_sizes);
+        }
+        Value::Array(values) => values.iter_mut().for_each(without_sizes),
+        _ => {}
     }
 }
 
@@ -354,6 +390,14 @@ mod tests {
             std::fs::read_to_string(golden).unwrap(),
             "the public tools changed; if that is meant, run the tests with CASULO_UPDATE_GOLDEN=1"
         );
+    }
+
+    #[test]
+    fn only_what_calls_without_a_sandbox_do_differs_where_they_share_one() {
+        let changed = |(tool, kept): &(Tool, Tool)| tool.description != kept.description;
+        let pairs = list().into_iter().zip(list_keeping());
+        let changed: Vec<_> = pairs.filter(changed).map(|(tool, _)| tool.name).collect();
+        assert_eq!(changed, ["run_command", "execute_code"]);
     }
 
     #[test]

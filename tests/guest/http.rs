@@ -1,0 +1,177 @@
+//! `casulo serve` with several callers, and clients of it that come and go.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::process::{Child, Stdio};
+
+use serde_json::{Value, json};
+
+use crate::client::Client;
+use crate::support::{casulo, folder, wait};
+
+/// A server with the callers `ana` and `bob`.
+struct Server {
+    child: Child,
+    url: String,
+    tokens: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+fn token(name: &str) -> String {
+    format!("{name:x<40}")
+}
+
+impl Server {
+    fn start(listen: &str) -> Self {
+        let folder = folder();
+        let tokens = folder.path().join("tokens");
+        let mut options = std::fs::OpenOptions::new();
+        let mut file = options.write(true).create_new(true).mode(0o600).open(&tokens).unwrap();
+        for name in ["ana", "bob"] {
+            writeln!(file, "{name} {}", token(name)).unwrap();
+        }
+        let mut command = casulo(["serve", "--host", "native", "--listen", listen]);
+        command.arg("--token-file").arg(&tokens);
+        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let url = lines.find_map(|line| {
+            let line = line.unwrap();
+            line.split_once("serving MCP at ").map(|(_, url)| url.to_owned())
+        });
+        std::thread::spawn(move || lines.map_while(Result::ok).for_each(|l| eprintln!("{l}")));
+        Self { child, url: url.expect("it says where it serves"), tokens, _folder: folder }
+    }
+
+    fn client(&self, caller: &str) -> Client {
+        let mut command = casulo(["mcp", "--connect", &self.url, "--caller", caller]);
+        command.arg("--token-file").arg(&self.tokens);
+        Client::of(command)
+    }
+
+    /// SIGTERM, and an orderly end.
+    fn end(mut self) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        assert!(wait(&mut self.child).success());
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn http_callers_do_not_see_each_others_sandboxes_which_outlive_their_clients() {
+    let server = Server::start("127.0.0.1:0");
+    let (mut ana, mut bob) = (server.client("ana"), server.client("bob"));
+    let sandbox = ana.sandbox();
+    ana.bash(&sandbox, "echo secret > note");
+    let unknown = format!("sb_{}", "0".repeat(32));
+    let read = |id: &str| json!({"sandbox_id": id, "path": "note"});
+    let mut errors = Vec::new();
+    for id in [&unknown, &sandbox] {
+        errors.push(bob.bad("read_file", read(id), "sandbox_not_found"));
+        let destroy = json!({"sandbox_id": id});
+        errors.push(bob.bad("destroy_sandbox", destroy, "sandbox_not_found"));
+    }
+    // The client restarts.
+    ana.end();
+    let mut ana = server.client("ana");
+    assert_eq!(ana.good("read_file", read(&sandbox))["content"], "secret\n");
+    ana.good("destroy_sandbox", json!({"sandbox_id": sandbox}));
+    errors.push(ana.bad("read_file", read(&sandbox), "sandbox_not_found"));
+    errors.dedup();
+    assert_eq!(errors.len(), 1, "one and the same error: {errors:?}");
+    ana.end();
+    bob.end();
+    server.end();
+}
+
+#[test]
+fn http_a_cancelled_call_is_killed_in_the_guest_and_the_server_ends_with_sandboxes_open() {
+    let folder = folder();
+    let socket = format!("unix:{}", folder.path().join("socket").display());
+    let server = Server::start(&socket);
+    let mut ana = server.client("ana");
+    let sandbox = ana.sandbox();
+    let sleep = json!({"command": "echo > started; exec sleep 12345", "sandbox_id": sandbox,
+        "timeout_seconds": 600});
+    let call = ana.begin("run_command", sleep);
+    let count = "cat started; pgrep -fxc 'sleep 12345'";
+    let sleeping = |ana: &mut Client| ana.bash(&sandbox, count)["stdout"] == "\n1\n";
+    while !sleeping(&mut ana) {}
+    let cancel = json!({"jsonrpc": "2.0", "method": "notifications/cancelled",
+        "params": {"requestId": call}});
+    ana.say(&cancel);
+    while sleeping(&mut ana) {}
+    assert!(ana.others().is_empty(), "a cancelled call has no answer");
+    server.end();
+    assert!(!folder.path().join("socket").exists());
+}
+
+#[test]
+fn mcp_keep_calls_without_a_sandbox_share_one() {
+    let mut client = Client::start(&["--keep"]);
+    let python = |code: &str| json!({"language": "python", "code": code});
+    let first = client.good("execute_code", python("x = 6"));
+    assert_eq!(first["sandbox"], "kept");
+    assert_eq!(client.good("execute_code", python("x * 7"))["result"], "42");
+    client.good("run_command", json!({"command": "echo hi > file"}));
+    let file = json!({"sandbox_id": first["sandbox_id"], "path": "file"});
+    assert_eq!(client.good("read_file", file)["content"], "hi\n");
+    client.end();
+}
+
+/// The servers that the documents tell clients to use, by document and number.
+fn snippets() -> Vec<(String, Value)> {
+    let mut found = Vec::new();
+    for name in ["docs/mcp.md", "README.md"] {
+        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name);
+        let text = std::fs::read_to_string(path).unwrap();
+        for (n, block) in text.split("```json\n").skip(1).enumerate() {
+            let block = block.split("```").next().unwrap();
+            let place = format!("{name}, snippet {}", n + 1);
+            let json: Value =
+                serde_json::from_str(block).unwrap_or_else(|e| panic!("{place}: {e}"));
+            let servers = json.get("mcpServers").or(json.get("servers"));
+            let server = servers.and_then(|servers| servers.get("casulo"));
+            found.push((place, server.unwrap_or(&json).clone()));
+        }
+    }
+    found
+}
+
+#[test]
+fn the_snippets_for_clients_start() {
+    let server = Server::start("127.0.0.1:7420");
+    let (mut commands, mut urls) = (0, 0);
+    for (place, snippet) in snippets() {
+        eprintln!("{place}");
+        let command = if snippet.get("command").is_some() {
+            commands += 1;
+            assert_eq!(snippet["command"], "/path/to/casulo", "{place}");
+            let args = snippet["args"].as_array().unwrap().iter().map(|arg| arg.as_str().unwrap());
+            casulo(args)
+        } else {
+            urls += 1;
+            let header = snippet["headers"]["Authorization"].as_str().unwrap();
+            let token_name = header.strip_prefix("Bearer ").unwrap();
+            // However the client writes a variable of the environment, or what it asks for.
+            assert!(token_name.contains("CASULO_TOKEN") || token_name.contains("casulo-token"));
+            let mut command = casulo(["mcp", "--connect", snippet["url"].as_str().unwrap()]);
+            command.env("CASULO_TOKEN", token("ana"));
+            command
+        };
+        let mut client = Client::of(command);
+        let list = client.request("tools/list", json!({}));
+        let answer = client.answer(list);
+        assert!(answer["result"]["tools"].is_array(), "{place}: {answer}");
+        client.end();
+    }
+    assert!(commands >= 4 && urls >= 3, "{commands} {urls}");
+    server.end();
+}
