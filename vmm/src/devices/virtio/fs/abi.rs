@@ -209,6 +209,9 @@ pub(super) mod flag {
     pub(in super::super) const OPEN_CACHE_DIR: u32 = 1 << 3;
     /// The node is the root of a mount of its own.
     pub(in super::super) const ATTR_SUBMOUNT: u32 = 1 << 0;
+    /// Reading needs no `OPEN` or `OPENDIR`. Not upstream: see `kernel-config/patches`; other kernels pass
+    /// over it.
+    pub(in super::super) const ATTR_NO_OPEN: u32 = 1 << 30;
 
     /// `SETATTR`: which fields are meant.
     pub(in super::super) const SET_MODE: u32 = 1 << 0;

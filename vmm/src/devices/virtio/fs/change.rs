@@ -13,6 +13,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::abi::{CreateIn, LinkIn, MkdirIn, MknodIn, ROOT_ID, Rename2In, RenameIn, flag};
+use super::deferred::NAME_GROWTH;
 use super::handle::Open;
 use super::io::Access;
 use super::lookup::{ONE_NAME, PERMISSIONS};
@@ -46,7 +47,11 @@ impl Server {
     fn folder_with_room(&mut self, id: u64) -> Result<Arc<OwnedFd>, Errno> {
         self.writable_node(id)?;
         let folder = self.folder(id)?;
-        self.quota(self.share(folder)?.account).check_name()?;
+        let account = self.share(folder)?.account;
+        if self.quota(account).is_tight() {
+            self.settle_account(account);
+        }
+        self.quota(account).check_name()?;
         // A file that could not be told to the guest would have been made all the same.
         self.nodes.check_room()?;
         self.reach(id)
@@ -61,7 +66,7 @@ impl Server {
         make: impl FnOnce(&Self, &OwnedFd) -> Result<(), Errno>,
     ) -> Result<(), Errno> {
         let folder = self.folder_with_room(parent)?;
-        self.settled(parent, &folder, |server| make(server, &folder))?;
+        self.growing(parent, &folder, NAME_GROWTH, |server| make(server, &folder))?;
         if let Some(account) = self.account(parent) {
             account.add_name();
         }
@@ -102,8 +107,9 @@ impl Server {
         let flags =
             access.mode | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mode = permissions(wanted.mode);
-        let made = self
-            .settled(parent, &folder, |_| openat2(&folder, name.as_c_str(), flags, mode, RESOLVE));
+        let made = self.growing(parent, &folder, NAME_GROWTH, |_| {
+            openat2(&folder, name.as_c_str(), flags, mode, RESOLVE)
+        });
         let fd = match made {
             Ok(fd) => Arc::new(fd),
             Err(Errno::EXIST) if !exclusive => {
@@ -115,7 +121,9 @@ impl Server {
             account.add_name();
         }
         // The name may be another file's by now, the descriptor cannot.
-        let entry = self.look_up_stat(parent, &name, &stat_fd(&fd)?)?;
+        let stat = stat_fd(&fd)?;
+        let entry = self.look_up_stat(parent, &name, &stat)?;
+        self.watch(entry.node, &stat);
         let place = self.enter(entry.node, true);
         output.put(&entry);
         self.put_handle(entry.node, Open::File(access.open_file(fd, place)), output)
@@ -272,7 +280,7 @@ impl Server {
         let exchange = flags & flag::RENAME_EXCHANGE != 0;
         let victim = if exchange || same { None } else { self.victim(new_parent, &to, &new_name) };
         let flags = RenameFlags::from_bits_truncate(flags);
-        self.settled(new_parent, &to, |_| {
+        self.growing(new_parent, &to, NAME_GROWTH, |_| {
             renameat_with(&from, name.as_c_str(), &to, new_name.as_c_str(), flags)
         })?;
         self.uncount(new_parent, victim);
@@ -298,8 +306,11 @@ impl Server {
         let share = self.nodes.get(folder).ok()?.share;
         let stat = self.stat_in(folder, fd, name)?;
         let is_folder = kind_of(&stat) == FileType::Directory;
-        if is_folder && let Some(id) = self.nodes.find(share, &stat) {
-            self.keep_folder(id);
+        if let Some(id) = self.nodes.find(share, &stat) {
+            self.settle_node(id);
+            if is_folder {
+                self.keep_folder(id);
+            }
         }
         let last = is_folder || (stat.stx_nlink == 1 && !self.is_open(folder, &stat));
         Some(Victim { blocks: stat.stx_blocks, last })

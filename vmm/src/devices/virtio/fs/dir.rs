@@ -4,7 +4,7 @@
 //! but the descriptor and where it stands.
 
 use std::mem::MaybeUninit;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::fs::{FileType, Mode, OFlags, RawDir, SeekFrom, fsync, openat2, seek};
@@ -15,6 +15,7 @@ use super::handle::Open;
 use super::names::Name;
 use super::reach::RESOLVE;
 use super::server::{Output, Server};
+use super::unopened::NO_HANDLE;
 use super::wire::Cursor;
 
 /// Most bytes of one listing reply.
@@ -59,12 +60,16 @@ impl Server {
         let open = if id == ROOT_ID {
             Open::Root
         } else {
-            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            self.folder(id)?;
-            let fd = openat2(self.reach(id)?, c".", flags, Mode::empty(), RESOLVE)?;
-            Open::Dir { fd: Arc::new(fd), position: 0 }
+            Open::Dir { fd: self.open_dir(id)?, position: 0 }
         };
         self.put_handle(id, open, output)
+    }
+
+    /// Opens a folder for listing.
+    pub(super) fn open_dir(&mut self, id: u64) -> Result<Arc<OwnedFd>, Errno> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        self.folder(id)?;
+        Ok(Arc::new(openat2(self.reach(id)?, c".", flags, Mode::empty(), RESOLVE)?))
     }
 
     /// READDIR, READDIRPLUS
@@ -78,7 +83,8 @@ impl Server {
         let wanted: ReadIn = input.take()?;
         let most = (wanted.size as usize).min(output.memory().left()).min(MAX_REPLY);
         let mut listing = Listing { bytes: Vec::new(), most, plus };
-        if let Open::Root = self.handles.get(wanted.handle, id)? {
+        if wanted.handle != NO_HANDLE && matches!(self.handles.get(wanted.handle, id)?, Open::Root)
+        {
             self.list_shares(wanted.offset, &mut listing)?;
         } else {
             self.list_folder(id, wanted.handle, wanted.offset, &mut listing)?;
@@ -116,8 +122,9 @@ impl Server {
         if i64::try_from(offset).is_err() {
             return Err(Errno::INVAL);
         }
+        self.listed_dir(handle, id)?;
         let at_root = self.folder(id)?.is_share_root();
-        let (fd, position) = self.handles.dir(handle, id)?;
+        let (fd, position) = self.listed_dir(handle, id)?;
         if *position != offset {
             seek(&**fd, SeekFrom::Start(offset))?;
             *position = offset;
@@ -158,13 +165,17 @@ impl Server {
         }
         // If entries were read but left out, the descriptor stands further on than the guest. No
         // cookie has this value.
-        *self.handles.dir(handle, id)?.1 = if full { u64::MAX } else { last };
+        *self.listed_dir(handle, id)?.1 = if full { u64::MAX } else { last };
         Ok(())
     }
 
     /// FSYNCDIR
     pub(super) fn fsyncdir(&mut self, id: u64, input: &mut Cursor<'_>) -> Result<(), Errno> {
         let wanted: FsyncIn = input.take()?;
+        if wanted.handle == NO_HANDLE {
+            // Nothing was changed.
+            return self.listed_dir(wanted.handle, id).map(drop);
+        }
         if let Open::Root = self.handles.get(wanted.handle, id)? {
             return Ok(());
         }

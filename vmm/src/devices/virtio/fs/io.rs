@@ -18,6 +18,7 @@ use super::lookup::PERMISSIONS;
 use super::node::stat_fd;
 use super::record::Place;
 use super::server::{MAX_DATA, Output, Server};
+use super::unopened::NO_HANDLE;
 use super::wire::Cursor;
 
 /// Most bytes that one `COPY_FILE_RANGE` copies, so that it does not hold up other requests.
@@ -42,6 +43,9 @@ impl Access {
         }
         Ok(Self { mode, truncate: flags.contains(OFlags::TRUNC) })
     }
+
+    /// For reading only.
+    pub(super) const READ: Self = Self { mode: OFlags::RDONLY, truncate: false };
 
     /// For writing only.
     pub(super) const WRITE: Self = Self { mode: OFlags::WRONLY, truncate: false };
@@ -72,6 +76,13 @@ impl Server {
             FileType::Directory => return Err(Errno::ISDIR),
             FileType::Symlink => return Err(Errno::LOOP),
             _ => return Err(Errno::PERM),
+        }
+        if !changes && self.share(node)?.is_fixed() && !node.is_share_root() {
+            if let Some(fd) = self.handles.shared(id, true, false) {
+                return Ok(fd);
+            }
+            self.handles.check_room()?;
+            return self.open_fixed(id).map(Arc::new);
         }
         let path = self.reach(id)?;
         if changes {
@@ -159,7 +170,7 @@ impl Server {
         output: &mut Output<'_>,
     ) -> Result<(), Errno> {
         let wanted: ReadIn = input.take()?;
-        let file = self.handles.readable_file(wanted.handle, id)?;
+        let file = self.readable_file(wanted.handle, id)?;
         let size = wanted.size.min(MAX_DATA) as usize;
         output.direct = output.memory().fill_from(file.as_fd(), wanted.offset, size)?;
         self.record.read(file.place, output.direct);
@@ -201,9 +212,10 @@ impl Server {
         append: bool,
         write: impl FnOnce(u64) -> Result<usize, Errno>,
     ) -> Result<usize, Errno> {
-        if !self.is_limited(id) {
+        if !self.is_limited(id) || self.defer(id, fd, length) {
             return write(length);
         }
+        self.settled_account(id)?;
         let before = stat_fd(fd).or_else(|_| self.stat(id))?;
         let offset = if append { before.stx_size } else { offset };
         let account = self.account(id).ok_or(Errno::STALE)?;
@@ -228,6 +240,10 @@ impl Server {
     /// FSYNC
     pub(super) fn fsync(&mut self, id: u64, input: &mut Cursor<'_>) -> Result<(), Errno> {
         let wanted: FsyncIn = input.take()?;
+        if wanted.handle == NO_HANDLE {
+            // Nothing was written.
+            return self.readable_file(wanted.handle, id).map(drop);
+        }
         let file = self.handles.file(wanted.handle, id)?;
         if wanted.flags & flag::FSYNC_DATA != 0 { fdatasync(file) } else { fsync(file) }
     }
@@ -245,8 +261,7 @@ impl Server {
             return Err(Errno::FBIG);
         }
         if wanted.mode & flag::FALLOC_PUNCH_HOLE == 0 {
-            let account = self.account(id).ok_or(Errno::STALE)?;
-            account.allow_allocation(wanted.length)?;
+            self.settled_account(id)?.allow_allocation(wanted.length)?;
         }
         let mode = FallocateFlags::from_bits_truncate(wanted.mode);
         self.settled(id, &fd, |_| fallocate(&fd, mode, wanted.offset, wanted.length))?;
@@ -262,7 +277,11 @@ impl Server {
         output: &mut Output<'_>,
     ) -> Result<(), Errno> {
         let wanted: LseekIn = input.take()?;
-        let file = self.handles.file(wanted.handle, id)?;
+        let file = if wanted.handle == NO_HANDLE {
+            self.readable_file(wanted.handle, id)?
+        } else {
+            self.handles.file(wanted.handle, id)?.clone()
+        };
         // The guest knows all other places itself.
         let place = match wanted.whence {
             flag::SEEK_DATA => SeekFrom::Data(wanted.offset),
@@ -287,7 +306,7 @@ impl Server {
         if wanted.flags != 0 {
             return Err(Errno::INVAL);
         }
-        let source = self.handles.readable_file(wanted.handle_in, id)?.clone();
+        let source = self.readable_file(wanted.handle_in, id)?;
         let target = self.handles.writable_file(wanted.handle_out, wanted.node_out)?.clone();
         let length = wanted.length.min(MAX_COPY);
         let fits =

@@ -7,6 +7,7 @@ use super::abi::{Attr, AttrOut, EntryOut, GetattrIn, ROOT_ID, StatfsOut, flag};
 use super::names::{NAME_MAX, Name, one_name};
 use super::node::stat_fd;
 use super::server::{Output, Server, ShareState};
+use super::unopened::NO_HANDLE;
 use super::wire::Cursor;
 
 /// Seconds for which the guest keeps names and attributes of a cached share.
@@ -49,7 +50,7 @@ impl ShareState {
             // Device numbers of the host mean nothing in the guest.
             rdev: 0,
             blksize: stat.stx_blksize,
-            flags: if is_root && is_dir { flag::ATTR_SUBMOUNT } else { 0 },
+            flags: self.no_open(mode) | if is_root && is_dir { flag::ATTR_SUBMOUNT } else { 0 },
         }
     }
 
@@ -145,7 +146,9 @@ impl Server {
             output.put(&AttrOut { valid: LONG, attr: self.root_attr(), ..AttrOut::default() });
             return Ok(());
         }
-        let by_handle = wanted.flags & flag::GETATTR_HANDLE != 0;
+        // What the guest has opened itself is as good as the node.
+        let by_handle = wanted.flags & flag::GETATTR_HANDLE != 0
+            && !(wanted.handle == NO_HANDLE && self.share(self.nodes.get(id)?)?.is_fixed());
         let handle = by_handle.then(|| self.handles.file(wanted.handle, id).cloned()).transpose();
         // A handle of a folder says no more than the node.
         let stat = match handle {
@@ -205,7 +208,9 @@ impl Server {
             return Ok(());
         }
         let host = fstatfs(self.reach(id)?)?;
-        let quota = self.quota(self.share(self.nodes.get(id)?)?.account);
+        let account = self.share(self.nodes.get(id)?)?.account;
+        self.settle_account(account);
+        let quota = self.quota(account);
         let number = |value: i64| u64::try_from(value).unwrap_or(0);
         let unit = number(host.f_bsize).clamp(512, 1 << 20);
         let (mut blocks, mut free, mut available) = (host.f_blocks, host.f_bfree, host.f_bavail);

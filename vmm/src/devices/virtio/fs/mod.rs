@@ -35,12 +35,14 @@
 //! attributes are served where the share asks for them, and then only `user.*`.
 //!
 //! **Bounds.** The guest may know 57,344 files and hold 768 different files or folders open; nodes hold
-//! no descriptors ([`reach`]). Beyond that it meets `ENFILE`.
+//! no descriptors ([`reach`]). Beyond that it meets `ENFILE`. Of a share that does not change it may read
+//! without opening ([`unopened`]).
 
 use std::os::fd::OwnedFd;
 
 mod abi;
 mod change;
+mod deferred;
 mod device;
 mod dir;
 mod handle;
@@ -53,6 +55,7 @@ mod reach;
 mod record;
 mod server;
 mod setattr;
+mod unopened;
 mod wire;
 mod xattr;
 
@@ -75,9 +78,9 @@ pub struct Share {
     /// Most bytes that the guest may add, in allocated blocks and 4 KiB for each name; `None`: no
     /// limit but the host's.
     ///
-    /// Writable shares of which one lies inside of the other have one account with the least of their
-    /// limits. Hard links between shares, and other mounts of the same files, are not noticed: then each
-    /// share counts for itself.
+    /// Writable shares of which one lies inside of the other, or that are the same folder in two mounts,
+    /// have one account with the least of their limits. Hard links between shares, and mounts of what lies
+    /// deeper, are not noticed: then each share counts for itself.
     pub limit_bytes: Option<u64>,
     /// Most names that the guest may add; `None`: no limit but the host's.
     pub limit_files: Option<u64>,

@@ -33,13 +33,15 @@ pub(super) struct Quota {
     limit: Option<u64>,
     limit_names: Option<u64>,
     used: u64,
+    /// Bytes that may have been added beside those ([`super::deferred`]).
+    expected: u64,
     names: u64,
 }
 
 impl Quota {
     /// An empty account with a limit in bytes and one of names; without limits it counts nothing.
     pub(super) fn new(limit: Option<u64>, limit_names: Option<u64>) -> Self {
-        Self { limit, limit_names, used: 0, names: 0 }
+        Self { limit, limit_names, used: 0, expected: 0, names: 0 }
     }
 
     /// The limits of another share count as well.
@@ -67,6 +69,31 @@ impl Quota {
     /// Bytes that may still be added.
     fn room(&self) -> u64 {
         self.state().map_or(u64::MAX, |(_, room)| room)
+    }
+
+    /// Whether bytes are limited.
+    pub(super) fn counts_bytes(&self) -> bool {
+        self.limit.is_some()
+    }
+
+    /// Whether so much more may be expected without being counted.
+    pub(super) fn can_expect(&self, bytes: u64) -> bool {
+        self.expected.saturating_add(bytes) <= self.room() / 4
+    }
+
+    /// Whether so much of what is left is expected that it has to be counted.
+    pub(super) fn is_tight(&self) -> bool {
+        self.expected > self.room() / 2
+    }
+
+    /// So many bytes more may have been added.
+    pub(super) fn expect(&mut self, bytes: u64) {
+        self.expected = self.expected.saturating_add(bytes);
+    }
+
+    /// It is known what came of so many bytes that were expected.
+    pub(super) fn unexpect(&mut self, bytes: u64) {
+        self.expected = self.expected.saturating_sub(bytes);
     }
 
     /// Fails with `ENOSPC` if there is no room for one more name.
@@ -144,11 +171,23 @@ impl Quota {
 }
 
 impl Server {
+    /// Index of the account of a node's share.
+    pub(super) fn account_of(&self, id: u64) -> Option<usize> {
+        let share = usize::from(self.nodes.get(id).ok()?.share);
+        Some(self.shares.get(share)?.account)
+    }
+
     /// The account of a node's share.
     pub(super) fn account(&mut self, id: u64) -> Option<&mut Quota> {
-        let share = usize::from(self.nodes.get(id).ok()?.share);
-        let account = self.shares.get(share)?.account;
+        let account = self.account_of(id)?;
         self.accounts.get_mut(account)
+    }
+
+    /// The account of a node's share, in which everything is counted.
+    pub(super) fn settled_account(&mut self, id: u64) -> Result<&mut Quota, Errno> {
+        let account = self.account_of(id).ok_or(Errno::STALE)?;
+        self.settle_account(account);
+        self.accounts.get_mut(account).ok_or(Errno::STALE)
     }
 
     /// Whether operations on a node have to be counted.
@@ -160,7 +199,8 @@ impl Server {
     /// An account.
     pub(super) fn quota(&self, account: usize) -> &Quota {
         // Every share has one.
-        const NONE: &Quota = &Quota { limit: None, limit_names: None, used: 0, names: 0 };
+        const NONE: &Quota =
+            &Quota { limit: None, limit_names: None, used: 0, expected: 0, names: 0 };
         self.accounts.get(account).unwrap_or(NONE)
     }
 
@@ -196,6 +236,7 @@ impl Server {
         if !self.is_limited(id) {
             return operation(self);
         }
+        self.settle_node(id);
         let before = self.blocks(id, fd.as_fd());
         let result = operation(self);
         let after = self.blocks(id, fd.as_fd());
@@ -212,16 +253,20 @@ impl Server {
     }
 
     /// An account for a share that may be written: that of the shares that lie inside of it or around
-    /// it, or a new one. `root` is the path of its root; shares by other ways to the same files (bind
-    /// mounts, hard links) count for themselves.
+    /// it, or a new one: `root` is the path of its root. So is a share of the same folder in another mount;
+    /// other ways to the same files (a bind mount of what lies deeper, hard links) are not noticed, and
+    /// those shares count for themselves.
     pub(super) fn open_account(
         &mut self,
-        root: &Path,
+        (root, stat): (&Path, &Statx),
         limit: Option<u64>,
         limit_names: Option<u64>,
     ) -> usize {
-        let touches =
-            |share: &&ShareState| root.starts_with(&share.path) || share.path.starts_with(root);
+        let identity = root_identity(stat);
+        let touches = |share: &&ShareState| {
+            let inside = root.starts_with(&share.path) || share.path.starts_with(root);
+            inside || share.identity == identity
+        };
         let writable = self.shares.iter().filter(|share| !share.read_only);
         let found: Vec<usize> = writable.filter(touches).map(|share| share.account).collect();
         let mut own = Quota::new(limit, limit_names);
@@ -244,6 +289,11 @@ impl Server {
         }
         account
     }
+}
+
+/// What makes two roots the same file: device and inode.
+pub(super) fn root_identity(stat: &Statx) -> (u32, u32, u64) {
+    (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino)
 }
 
 #[cfg(test)]

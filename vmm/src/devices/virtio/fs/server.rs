@@ -20,12 +20,14 @@ use super::abi::{
     BatchForgetIn, ForgetIn, ForgetOne, InHeader, InitIn, InitOut, MAJOR, MINOR, OutHeader,
     ROOT_ID, Wire, init, op,
 };
+use super::deferred::Deferred;
 use super::handle::{self, Handles, Open, OpenFile};
 use super::names::Name;
 use super::node::{self, Node, Nodes, kind_of, stat_fd};
-use super::quota::Quota;
+use super::quota::{Quota, root_identity};
 use super::reach::{MAX_PATHS, Paths};
 use super::record::Record;
+use super::unopened::{MAX_KEPT, Unopened};
 use super::wire::Cursor;
 use super::{FsError, Share};
 
@@ -66,6 +68,8 @@ pub(super) struct ShareState {
     pub(super) mount: u64,
     /// Path of its root on the host, for comparisons only.
     pub(super) path: PathBuf,
+    /// Device and inode of its root.
+    pub(super) identity: (u32, u32, u64),
     /// Index of its account.
     pub(super) account: usize,
 }
@@ -77,12 +81,18 @@ pub(super) struct Limits {
     pub(super) handles: handle::Limits,
     /// Path descriptors of folders that are kept.
     pub(super) paths: usize,
+    /// Descriptors for reading without a handle.
+    pub(super) unopened: usize,
 }
 
 impl Limits {
     /// Together less than 16 MiB and 1,024 descriptors, whatever the guest does.
-    pub(super) const NORMAL: Self =
-        Self { nodes: node::Limits::NORMAL, handles: handle::Limits::NORMAL, paths: MAX_PATHS };
+    pub(super) const NORMAL: Self = Self {
+        nodes: node::Limits::NORMAL,
+        handles: handle::Limits::NORMAL,
+        paths: MAX_PATHS,
+        unopened: MAX_KEPT,
+    };
 }
 
 /// The server of one file system.
@@ -93,6 +103,8 @@ pub struct Server {
     pub(super) handles: Handles,
     pub(super) paths: Paths,
     pub(super) accounts: Vec<Quota>,
+    pub(super) deferred: Deferred,
+    pub(super) unopened: Unopened,
     proc_fd: OwnedFd,
     limit_hit: Arc<AtomicBool>,
     pub(super) record: Arc<Record>,
@@ -141,6 +153,7 @@ impl Server {
         let eighth = usize::try_from(all / 8).unwrap_or(usize::MAX / 8);
         limits.handles.descriptors = limits.handles.descriptors.min(eighth * 5);
         limits.paths = limits.paths.min(eighth);
+        limits.unopened = limits.unopened.min(eighth / 4);
         Self::with_limits(shares, proc_fd, limits)
     }
 
@@ -157,6 +170,8 @@ impl Server {
             handles: Handles::new(limits.handles),
             paths: Paths::new(limits.paths),
             accounts: Vec::new(),
+            deferred: Deferred::default(),
+            unopened: Unopened::new(limits.unopened),
             proc_fd,
             limit_hit: Arc::default(),
             record: Arc::default(),
@@ -186,7 +201,7 @@ impl Server {
             self.accounts.push(Quota::default());
             self.accounts.len().saturating_sub(1)
         } else {
-            self.open_account(&path, share.limit_bytes, share.limit_files)
+            self.open_account((&path, &stat), share.limit_bytes, share.limit_files)
         };
         let index = u16::try_from(self.shares.len()).map_err(|_| root_error(Errno::NFILE))?;
         let root = self.nodes.add_share_root(index, share.root, &stat).map_err(root_error)?;
@@ -200,6 +215,7 @@ impl Server {
             xattr: share.xattr,
             mount: stat.stx_mnt_id,
             path,
+            identity: root_identity(&stat),
             account,
         });
         Ok(())
@@ -226,7 +242,9 @@ impl Server {
     /// Forgets all that belongs to the guest: nodes, handles, the agreed protocol. What it has added
     /// to the shares stays counted.
     pub fn reset(&mut self) {
+        self.settle_all(|_, _| true);
         self.handles.clear();
+        self.unopened.clear();
         self.paths.clear();
         self.nodes.clear();
         self.ready = false;
@@ -395,8 +413,10 @@ impl Server {
     }
 
     pub(super) fn forget_node(&mut self, id: u64, lookups: u64) {
+        self.settle_node(id);
         if self.nodes.forget(id, lookups) {
             self.paths.remove(id);
+            self.unopened.remove(id);
         }
     }
 
@@ -409,6 +429,7 @@ impl Server {
         // The root has handles, but is no node.
         if self.nodes.remove_handle(id) {
             self.paths.remove(id);
+            self.unopened.remove(id);
         }
         Ok(())
     }
@@ -419,12 +440,19 @@ impl Server {
         if !self.is_limited(id) {
             return;
         }
-        let Ok(before) = stat_fd(&file) else { return };
+        let Ok(before) = stat_fd(&file) else {
+            self.settle_node(id);
+            return;
+        };
+        self.settle_node_at(id, Some(before.stx_blocks));
         let last = self.handles.any_of(id).is_none();
         drop(file);
         let last = last && !self.is_open_elsewhere(id, &before);
         let after = if last && before.stx_nlink == 0 {
             0
+        } else if before.stx_blocks <= before.stx_size.div_ceil(4096).saturating_mul(8) {
+            // Nothing was allocated ahead.
+            before.stx_blocks
         } else {
             self.stat(id).map_or(before.stx_blocks, |after| after.stx_blocks)
         };

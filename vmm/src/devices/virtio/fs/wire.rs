@@ -148,6 +148,7 @@ impl<'a> Cursor<'a> {
         let mut done = 0_usize;
         while done < size {
             let segments = self.segments(size.saturating_sub(done));
+            let asked: usize = segments.iter().map(|segment| segment.iov_len).sum();
             let position = position(offset, done)?;
             let count = libc::c_int::try_from(segments.len()).map_err(|_| Errno::INVAL)?;
             // SAFETY: every segment lies in a slice that is borrowed for longer than this call, and
@@ -159,6 +160,12 @@ impl<'a> Cursor<'a> {
                 Ok(read) => {
                     self.advance(read);
                     done = done.saturating_add(read);
+                    // A read that ends within a page has come to the end of the file; at the end of one it
+                    // may be what the host's file system reads at a time.
+                    let end = u64::try_from(done).map_or(0, |done| offset.saturating_add(done));
+                    if read < asked && !end.is_multiple_of(4096) {
+                        break;
+                    }
                 }
                 Err(Errno::INTR) => {}
                 // What was read is worth more than the error, which the next request meets again.

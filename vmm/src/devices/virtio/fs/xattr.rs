@@ -140,8 +140,8 @@ impl Server {
         let (Some(flags), true) = (flags, value.len() == size) else { return Err(Errno::INVAL) };
         let before = size_of(&file, name);
         let after = u64::try_from(size.saturating_add(name.count_bytes())).unwrap_or(u64::MAX);
-        if let Some(account) = self.account(id) {
-            account.allow_allocation(after.saturating_sub(before))?;
+        if self.account(id).is_some() {
+            self.settled_account(id)?.allow_allocation(after.saturating_sub(before))?;
         }
         fsetxattr(&file, name, value, flags)?;
         if let Some(account) = self.account(id) {

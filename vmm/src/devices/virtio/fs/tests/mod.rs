@@ -11,6 +11,7 @@ mod ordinary;
 mod quota;
 mod random;
 mod reach;
+mod unopened;
 mod xattr;
 
 use std::collections::BTreeMap;
@@ -78,6 +79,7 @@ impl World {
             nodes: node::Limits { nodes, soft: nodes, name_bytes: 1 << 20 },
             handles: handle::Limits { handles, descriptors: handles },
             paths: 2,
+            unopened: 2,
         })
     }
 

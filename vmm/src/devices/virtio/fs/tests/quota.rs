@@ -265,3 +265,198 @@ fn attributes_count() {
     let refused = (0..20).find_map(|number| set(&format!("user.{number}")).err());
     assert_eq!(refused, Some(Errno::NOSPC));
 }
+
+/// What a limited share says is left, in bytes.
+fn left(world: &mut World, node: u64) -> u64 {
+    let reply = world.call(op::STATFS, node, &[]).unwrap();
+    let statfs = StatfsOut::parse(&reply).unwrap();
+    statfs.bavail * u64::from(statfs.frsize)
+}
+
+/// A share of the folder `lim` with a limit far from what these tests write.
+fn roomy(world: &mut World, limit: u64) -> u64 {
+    let share = Share { limit_bytes: Some(limit), ..share(world.base.path(), "roomy", "lim") };
+    world.serve(vec![share]);
+    world.node("roomy")
+}
+
+#[test]
+fn what_is_counted_later_is_counted_to_the_byte_when_somebody_looks() {
+    let limit = 64 << 20;
+    let mut world = World::new();
+    let roomy = roomy(&mut world, limit);
+    let start = left(&mut world, roomy);
+    let (file, handle) = world.create(roomy, "a", libc::O_RDWR, 0o644).unwrap();
+    for page in 0..100 {
+        world.write(file.node, handle, page * 4096, &[1; 4096]).unwrap();
+        // The same again is not more.
+        world.write(file.node, handle, page * 4096, &[2; 4096]).unwrap();
+    }
+    let folder = fs::metadata(world.path("lim")).unwrap().blocks();
+    let grown = |world: &World| used_on_host(world) + 4096;
+    let counted = start - left(&mut world, roomy);
+    assert!(counted.abs_diff(grown(&world)) <= 8192, "{counted} {}", grown(&world));
+    assert_eq!(folder, fs::metadata(world.path("lim")).unwrap().blocks());
+    // Cut, closed, without a name: each time what is freed is free.
+    let cut = SetattrIn { valid: flag::SET_SIZE, size: 4096, ..Default::default() };
+    world.setattr(file.node, cut).unwrap();
+    assert!(start - left(&mut world, roomy) <= 16384);
+    world.write(file.node, handle, 0, &[1; 1 << 17]).unwrap();
+    world.named(op::UNLINK, roomy, "a").unwrap();
+    world.release(file.node, handle).unwrap();
+    assert!(start - left(&mut world, roomy) <= 8192);
+    // And nothing is left to be counted when the guest starts anew.
+    let (file, handle) = world.create(roomy, "b", libc::O_RDWR, 0o644).unwrap();
+    world.write(file.node, handle, 0, &[1; 1 << 17]).unwrap();
+    world.init();
+    let roomy = world.node("roomy");
+    let counted = start - left(&mut world, roomy);
+    assert!((1 << 17..1 << 18).contains(&counted), "{counted}");
+}
+
+#[test]
+fn many_files_that_are_written_at_once_stay_within_the_limit() {
+    let limit = 8 << 20;
+    let mut world = World::new();
+    let roomy = roomy(&mut world, limit);
+    let files: Vec<_> = (0..100)
+        .map(|number| world.create(roomy, &number.to_string(), libc::O_RDWR, 0o644).unwrap())
+        .collect();
+    let mut full = 0;
+    for round in 0..64 {
+        for (file, handle) in &files {
+            let refused = world.write(file.node, *handle, round << 16, &[1; 5000]).is_err();
+            full += usize::from(refused);
+            assert!(used_on_host(&world) + 100 * 4096 <= limit + 8192);
+        }
+    }
+    assert!(full > 0);
+    assert!(used_on_host(&world) + 100 * 4096 > limit - (1 << 17), "all of it can be used");
+}
+
+#[test]
+fn the_blocks_of_a_file_with_many_names_count_once_and_until_the_last_is_gone() {
+    let limit = 8 << 20;
+    let mut world = World::new();
+    let roomy = roomy(&mut world, limit);
+    let start = left(&mut world, roomy);
+    let (file, handle) = world.create(roomy, "first", libc::O_RDWR, 0o644).unwrap();
+    world.write(file.node, handle, 0, &[1; 1 << 17]).unwrap();
+    world.release(file.node, handle).unwrap();
+    let once = start - left(&mut world, roomy);
+    let link = bytes_of(&LinkIn { node: file.node });
+    for number in 0..10 {
+        let name = name_bytes(&format!("link{number}"));
+        world.call(op::LINK, roomy, &[&link, &name]).unwrap();
+    }
+    assert!((start - left(&mut world, roomy)).abs_diff(once + 10 * 4096) <= 8192);
+    world.named(op::UNLINK, roomy, "first").unwrap();
+    for number in 0..9 {
+        world.named(op::UNLINK, roomy, &format!("link{number}")).unwrap();
+    }
+    assert!((start - left(&mut world, roomy)).abs_diff(once) <= 8192, "one name is left");
+    world.rename((roomy, "link9"), (roomy, "link10"), 0).unwrap();
+    world.named(op::UNLINK, roomy, "link10").unwrap();
+    assert!(start - left(&mut world, roomy) <= 8192);
+}
+
+#[test]
+fn names_of_one_file_in_two_shares_never_buy_more_than_both_limits() {
+    let mut world = World::new();
+    let base = world.base.path().to_owned();
+    fs::write(base.join("lim/both"), "").unwrap();
+    fs::hard_link(base.join("lim/both"), base.join("rw/both")).unwrap();
+    let limited = |name, at| Share { limit_bytes: Some(LIMIT), ..share(&base, name, at) };
+    world.serve(vec![limited("one", "lim"), limited("two", "rw")]);
+    let (one, two) = (world.node("one"), world.node("two"));
+    for round in 0..5 {
+        // Written here, freed there, and the other way round.
+        for (name, other, folder) in [("one/both", "two/both", two), ("two/both", "one/both", one)]
+        {
+            let node = world.node(name);
+            let handle = world.open(node, libc::O_RDWR).unwrap();
+            fill(&mut world, node, handle, 0);
+            world.release(node, handle).unwrap();
+            let there = world.node(other);
+            let cut = SetattrIn { valid: flag::SET_SIZE, ..Default::default() };
+            world.setattr(there, cut).unwrap();
+            let (kept, handle) = world
+                .create(folder, &format!("kept{round}"), libc::O_RDWR, 0o644)
+                .unwrap_or((EntryOut::default(), 0));
+            if handle != 0 {
+                fill(&mut world, kept.node, handle, 0);
+                world.release(kept.node, handle).unwrap();
+            }
+            let rw: u64 = fs::read_dir(base.join("rw"))
+                .unwrap()
+                .map(|entry| entry.unwrap().metadata().unwrap().blocks() * 512)
+                .sum();
+            assert!(used_on_host(&world) + rw <= 2 * LIMIT + 65536, "{round}");
+        }
+    }
+}
+
+/// Detached, so that it needs no mount namespace; and only root may.
+fn bind_mount(path: &Path) -> Option<std::os::fd::OwnedFd> {
+    use rustix::mount::{OpenTreeFlags, open_tree};
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    match open_tree(rustix::fs::CWD, path, flags) {
+        Ok(fd) => Some(fd),
+        Err(Errno::PERM | Errno::NOSYS) => {
+            eprintln!("not root: no bind mounts");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn a_folder_and_its_bind_mount_have_one_account() {
+    let mut world = World::new();
+    let base = world.base.path().to_owned();
+    let Some(mount) = bind_mount(&base.join("lim")) else { return };
+    let one = Share { limit_bytes: Some(LIMIT), ..share(&base, "one", "lim") };
+    let two = Share { root: mount, limit_bytes: None, ..share(&base, "two", "lim") };
+    world.serve(vec![one, two]);
+    let (one, two) = (world.node("one"), world.node("two"));
+    let (file, handle) = world.create(one, "big", libc::O_RDWR, 0o644).unwrap();
+    assert_eq!(fill(&mut world, file.node, handle, 0), Errno::NOSPC);
+    let (file, handle) = match world.create(two, "more", libc::O_RDWR, 0o644) {
+        Ok(made) => made,
+        Err(error) => return assert_eq!(error, Errno::NOSPC),
+    };
+    assert_eq!(world.write(file.node, handle, 0, &[1; 1 << 16]).unwrap_err(), Errno::NOSPC);
+    assert!(used_on_host(&world) <= LIMIT);
+}
+
+#[test]
+fn a_folder_that_grows_by_long_names_counts_what_it_takes() {
+    // Where the temporary folder's file system has no blocks for folders (tmpfs), only the names count.
+    let limit = 16 << 20;
+    let mut world = World::new();
+    let roomy = roomy(&mut world, limit);
+    let start = left(&mut world, roomy);
+    let before = fs::metadata(world.path("lim")).unwrap().blocks() * 512;
+    for number in 0..1000 {
+        let name = format!("{number:0>250}");
+        let (file, handle) = world.create(roomy, &name, libc::O_RDWR, 0o644).unwrap();
+        world.release(file.node, handle).unwrap();
+        world.forget(file.node, 1);
+    }
+    let folder = fs::metadata(world.path("lim")).unwrap().blocks() * 512 - before;
+    let counted = start - left(&mut world, roomy);
+    assert!(counted.abs_diff(1000 * 4096 + folder) <= 4096, "{counted}, folder {folder}");
+    // Links and renames grow a folder like files do.
+    let sub = bytes_of(&MkdirIn { mode: 0o755, ..Default::default() });
+    world.call(op::MKDIR, roomy, &[&sub, b"sub\0"]).unwrap();
+    let sub = world.node("roomy/sub");
+    let before = start - left(&mut world, roomy);
+    let empty = fs::metadata(world.path("lim/sub")).unwrap().blocks() * 512;
+    for number in 0..1000 {
+        let name = format!("{number:0>250}");
+        world.rename((roomy, &name), (sub, &name), 0).unwrap();
+    }
+    let grown = fs::metadata(world.path("lim/sub")).unwrap().blocks() * 512 - empty;
+    let counted = start - left(&mut world, roomy) - before;
+    assert!(counted.abs_diff(grown) <= 4096, "{counted}, folder {grown}");
+}

@@ -149,6 +149,7 @@ fn a_crowded_table_makes_the_guest_forget_and_loses_nothing() {
         nodes: node::Limits { nodes: 200, soft: 50, name_bytes: 1 << 20 },
         handles: handle::Limits { handles: 100, descriptors: 100 },
         paths: 4,
+        unopened: 2,
     });
     for number in 0..1000 {
         fs::write(world.path(&format!("rw/sub/{number}")), "").unwrap();
@@ -170,6 +171,7 @@ fn a_crowded_table_makes_the_guest_forget_and_loses_nothing() {
         nodes: node::Limits { nodes: 10_000, soft: 10_000, name_bytes: 2000 },
         handles: handle::Limits { handles: 100, descriptors: 100 },
         paths: 4,
+        unopened: 2,
     });
     let (sub, mut first) = (world.node("rw/sub"), None);
     for number in 0..20 {
