@@ -1,11 +1,11 @@
 //! The input and output shares.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::Path;
 
 use crate::support::{
-    USER, assert_output, casulo_as_user, folder, open_folder, output, pattern, run, sha256,
+    USER, assert_output, casulo, casulo_as_user, folder, open_folder, output, pattern, run, sha256,
 };
 
 fn text(path: &Path) -> &str {
@@ -213,4 +213,121 @@ fn a_link_of_the_image_does_not_lead_a_share_over_the_agents_own() {
         let out = output(run(["--share", &spec, "--", "true"]));
         crate::support::assert_refused(&out, &["/run/casulo", "belongs to the system"]);
     }
+}
+
+/// Reads each file of the input and prints what it got, or the error.
+const READ_ALL: &str = r#"
+import errno, os
+for name in sorted(os.listdir('/workspace/input')):
+    path = '/workspace/input/' + name
+    try:
+        print(name, os.listdir(path) if os.path.isdir(path) else open(path).read())
+    except OSError as error:
+        print(name, errno.errorcode[error.errno])
+"#;
+
+/// A folder with files of `owner`, of whom nobody else may read some.
+fn files_of(owner: u32) -> tempfile::TempDir {
+    let folder = open_folder();
+    for (name, mode) in [("closed", 0o600), ("open", 0o644)] {
+        let file = folder.path().join(name);
+        fs::write(&file, name).unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
+        chown(&file, Some(owner), Some(owner)).unwrap();
+    }
+    let inner = folder.path().join("private");
+    fs::create_dir(&inner).unwrap();
+    fs::write(inner.join("secret"), "secret").unwrap();
+    fs::set_permissions(&inner, fs::Permissions::from_mode(0o700)).unwrap();
+    chown(&inner, Some(owner), Some(owner)).unwrap();
+    folder
+}
+
+#[test]
+fn an_ordinary_user_cannot_read_the_files_of_others_by_a_share() {
+    let input = files_of(0);
+    for options in [&["--user", "root"][..], &["--input-live"], &[]] {
+        let args = ["run", "--host", "native", "--input", text(input.path())];
+        let command = ["--", "python3", "-c", READ_ALL];
+        let all = args.iter().chain(options).chain(&command);
+        let out = output(casulo_as_user(true, all));
+        assert_output(&out, 0, "closed EACCES\nopen open\nprivate EACCES\n", "");
+    }
+}
+
+#[test]
+fn root_reads_by_its_rights_as_an_owner_and_not_by_its_capabilities() {
+    let input = files_of(USER);
+    for options in [&["--user", "root"][..], &["--input-live"], &[]] {
+        let args = ["--input", text(input.path())];
+        let command = ["--", "python3", "-c", READ_ALL];
+        let out = output(run(args.iter().chain(options).chain(&command)));
+        assert_output(&out, 0, "closed EACCES\nopen open\nprivate EACCES\n", "");
+    }
+    // Nor does it write what belongs to others.
+    let script = "echo x 2>/dev/null > open || echo refused; cat open";
+    let share = format!("{}:/mnt:rw", text(input.path()));
+    let workdir = ["--share", &share, "--workdir", "/mnt", "--user", "root"];
+    let out = output(run(workdir.iter().chain(&["--", "sh", "-c", script])));
+    assert_output(&out, 0, "refused\nopen", "");
+}
+
+#[test]
+fn attributes_are_on_the_host_where_they_were_asked_for() {
+    let script = r#"
+import errno, os
+for name in [b'user.note', b'trusted.note', b'security.capability', b'system.posix_acl_access']:
+    try:
+        os.setxattr('file', name, b'from the guest')
+        print(name.decode(), os.getxattr('file', name).decode(), os.listxattr('file'))
+    except OSError as error:
+        print(name.decode(), errno.errorcode[error.errno])
+"#;
+    let folder = folder();
+    fs::write(folder.path().join("file"), "").unwrap();
+    let value = |name: &str| {
+        let mut value = [0; 64];
+        let got = rustix::fs::lgetxattr(folder.path().join("file"), name, &mut value);
+        got.map(|length| String::from_utf8_lossy(&value[..length]).into_owned())
+    };
+    let command = ["--user", "root", "--", "python3", "-c", script];
+    let args = ["--output", text(folder.path())];
+    let out = output(run(args.iter().chain(&command)));
+    // What is no capability the guest's own kernel refuses.
+    let refused = "user.note ENOTSUP\ntrusted.note ENOTSUP\nsecurity.capability EINVAL\n\
+                   system.posix_acl_access ENOTSUP\n";
+    assert_output(&out, 0, refused, "");
+    assert!(value("user.note").is_err());
+
+    let args = ["--share-xattr", "--output", text(folder.path())];
+    let out = output(run(args.iter().chain(&command)));
+    let lines = refused.replace("user.note ENOTSUP", "user.note from the guest ['user.note']");
+    assert_output(&out, 0, &lines, "");
+    assert_eq!(value("user.note").unwrap(), "from the guest");
+    assert!(value("security.capability").is_err() && value("trusted.note").is_err());
+}
+
+#[test]
+fn doctor_says_what_a_share_on_9p_lacks() {
+    let warns = |folder: &Path| {
+        let mut command = casulo(["doctor", "--json"]);
+        command.current_dir(folder);
+        let out = output(command);
+        let report: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+        let findings = report["findings"].as_array().unwrap().clone();
+        findings.into_iter().find(|finding| finding["name"] == "shares")
+    };
+    let tmpfs = folder();
+    assert_eq!(warns(tmpfs.path()), None);
+    // The root file system of the emulated host is there over 9p (`V9FS_MAGIC`).
+    let is_9p = |place: &&Path| rustix::fs::statfs(*place).is_ok_and(|fs| fs.f_type == 0x0102_1997);
+    let here = [Path::new(env!("CARGO_MANIFEST_DIR")), Path::new("/usr"), Path::new("/")];
+    let Some(on_9p) = here.iter().find(|place| is_9p(place)) else {
+        eprintln!("nothing lies on 9p here");
+        return;
+    };
+    let warning = warns(on_9p).expect("a warning");
+    assert_eq!(warning["state"], "warning");
+    assert!(warning["detail"].as_str().unwrap().contains("9p"), "{warning}");
+    assert!(warning["fix"].as_str().unwrap().contains("tmpfs"), "{warning}");
 }

@@ -81,6 +81,11 @@ fn everything(world: &mut World) {
     let input = world.node("ro/a.txt");
     let handle = world.open(input, libc::O_RDONLY).unwrap();
     assert_eq!(world.read(input, handle, 0, 8).unwrap(), b"contents");
+    // Without a handle.
+    let (input, folder) = (world.node("ro/sub/b.txt"), world.node("ro/sub"));
+    assert_eq!(world.read(input, 0, 0, 8).unwrap(), b"contents");
+    let list = bytes_of(&ReadIn { size: 4096, ..Default::default() });
+    world.call(op::READDIRPLUS, folder, &[&list]).unwrap();
     world.call(op::DESTROY, 0, &[]).unwrap();
 }
 
