@@ -7,9 +7,10 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::cli::connect::ConnectOptions;
 use crate::cli::host::{self, Choice, Connection};
+use crate::cli::limits::LimitOptions;
 use crate::cli::options::SandboxOptions;
 use crate::cli::{FAILED, complain};
-use crate::gateway::{Gateway, Limits};
+use crate::gateway::Gateway;
 use crate::vm::capacity;
 use crate::{Runtime, RuntimeConfig};
 
@@ -23,9 +24,8 @@ pub(crate) struct Args {
     connect: ConnectOptions,
     #[command(flatten)]
     sandbox: SandboxOptions,
-    /// Most sandboxes at once
-    #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    max_sandboxes: u16,
+    #[command(flatten)]
+    limits: LimitOptions,
 }
 
 /// Serves until the client closes standard input; gives the exit status.
@@ -61,7 +61,7 @@ fn serve(args: &Args, config: RuntimeConfig) -> Result<u8, String> {
         let spec = args.sandbox.spec();
         // What is wrong with the options is said now, not at the first call of a tool.
         runtime.check(&spec).await.map_err(|e| e.to_string())?;
-        let limits = Limits { sandboxes: args.max_sandboxes.into(), ..Limits::default() };
+        let limits = args.limits.limits(true);
         let mut interrupt = signal(SignalKind::interrupt()).map_err(|e| e.to_string())?;
         let mut terminate = signal(SignalKind::terminate()).map_err(|e| e.to_string())?;
         let mut status = 0;

@@ -4,6 +4,7 @@ mod connect;
 mod doctor;
 mod host;
 mod image;
+mod limits;
 mod mcp;
 mod options;
 mod run;

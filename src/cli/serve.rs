@@ -10,11 +10,12 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::cli::host::{self, Choice, Connection};
+use crate::cli::limits::LimitOptions;
 use crate::cli::options::{Host, SandboxOptions};
 use crate::cli::{FAILED, complain};
 use crate::emulated;
+use crate::gateway::Gateway;
 use crate::gateway::http::{self, Address, Config, HttpServer};
-use crate::gateway::{Gateway, Limits};
 use crate::vm::capacity;
 use crate::{Runtime, RuntimeConfig};
 
@@ -58,9 +59,8 @@ struct ServerOptions {
     /// Seconds that running calls get to end after SIGTERM or Ctrl-C; a second signal ends them
     #[arg(long, default_value_t = 10, value_name = "SECONDS")]
     drain: u32,
-    /// Most sandboxes at once
-    #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    max_sandboxes: u16,
+    #[command(flatten)]
+    limits: LimitOptions,
 }
 
 impl ServerOptions {
@@ -139,7 +139,7 @@ fn serve(args: &Args, runtime: RuntimeConfig) -> Result<u8, String> {
         let spec = args.sandbox.spec();
         // What is wrong with the options is said now, not at the first call of a tool.
         runtime.check(&spec).await.map_err(|e| e.to_string())?;
-        let limits = Limits { sandboxes: args.server.max_sandboxes.into(), ..Limits::default() };
+        let limits = args.server.limits.limits(false);
         let gateway = Arc::new(Gateway::new(runtime, spec, limits, host));
         let (stop, now) = (CancellationToken::new(), CancellationToken::new());
         signals(&stop, &now)?;

@@ -3,10 +3,12 @@
 //! The gateway owns the tool list, the schemas and the limits. The guest's agent answers its calls,
 //! and those answers are data: [`render`](self) bounds and decodes them.
 
+mod admission;
 mod files;
 #[cfg(feature = "http")]
 pub mod http;
 mod limits;
+mod lines;
 #[cfg_attr(not(feature = "http"), expect(dead_code, reason = "only HTTP shows the counters"))]
 mod metrics;
 mod processes;
@@ -94,7 +96,8 @@ impl Gateway {
         stop: impl Future<Output = ()>,
     ) -> std::io::Result<()> {
         let serve = async {
-            match self.server("stdio", keep).serve(rmcp::transport::stdio_pipes()).await {
+            let (read, write) = rmcp::transport::stdio_pipes();
+            match self.server("stdio", keep).serve(lines::Lines::new(read, write)).await {
                 Ok(running) => running.waiting().await.map(drop).map_err(std::io::Error::other),
                 // A client that only probes and leaves is no failure.
                 Err(ServerInitializeError::ConnectionClosed(_)) => Ok(()),

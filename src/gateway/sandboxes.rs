@@ -12,10 +12,11 @@ use std::time::Instant;
 
 use casulo_protocol::error::{ErrorClass, Retry, TaskError};
 use casulo_protocol::spec::SandboxSpec;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::limits::Limits;
+use super::admission::{Full, Place, Places, Rate};
+use super::limits::{Limits, PATIENCE};
 use super::processes::Processes;
+use super::server::capacity;
 use super::tools::args::Language;
 use crate::{Files, Output, Runtime, Sandbox};
 
@@ -33,7 +34,7 @@ pub(super) struct Held {
     created: Instant,
     used: Mutex<Instant>,
     calls: std::sync::atomic::AtomicUsize,
-    _slot: OwnedSemaphorePermit,
+    _place: Place,
 }
 
 impl Held {
@@ -68,7 +69,9 @@ pub(super) struct Sandboxes {
     template: SandboxSpec,
     output: Option<PathBuf>,
     pub(super) limits: Limits,
-    slots: Arc<Semaphore>,
+    places: Arc<Places>,
+    calls: Arc<Places>,
+    rate: Rate,
     kept: Mutex<HashMap<String, Arc<Held>>>,
     names: Mutex<HashMap<(Caller, String), NameSlot>>,
 }
@@ -100,28 +103,69 @@ impl Sandboxes {
         limits: Limits,
     ) -> Arc<Self> {
         let output = template.output.take();
-        let slots = Arc::new(Semaphore::new(limits.sandboxes));
+        let places = Places::new(limits.places(template.memory_mib), limits.sandboxes_per_caller);
+        let calls = Places::new(limits.calls, limits.calls_per_caller);
+        let rate = Rate::new(limits.calls_per_minute, limits.burst);
         Arc::new(Self {
             runtime,
             template,
             output,
             limits,
-            slots,
+            places,
+            calls,
+            rate,
             kept: Mutex::default(),
             names: Mutex::default(),
         })
     }
 
-    /// Boots a sandbox for one call of `caller`.
-    pub(super) async fn fresh(&self, caller: &Caller) -> Result<Held, TaskError> {
-        let slot = Arc::clone(&self.slots).try_acquire_owned().map_err(|_| TaskError {
-            class: ErrorClass::Capacity,
-            message: format!(
-                "all {} sandboxes are in use; destroy one with destroy_sandbox, or try again later",
-                self.limits.sandboxes
-            ),
-            retry: Retry::Yes,
+    /// Lets a call of `caller` run: at once, or when it is its turn.
+    pub(super) async fn admit(&self, caller: &Caller) -> Result<Place, TaskError> {
+        self.rate.take(caller, Instant::now()).map_err(|wait| {
+            capacity(format!(
+                "you have made more than {} calls a minute; try again in {} seconds",
+                self.limits.calls_per_minute,
+                wait.as_secs().saturating_add(1)
+            ))
         })?;
+        self.calls.take(caller, PATIENCE).await.map_err(|full| {
+            capacity(match full {
+                Full::Yours(each) => format!(
+                    "{each} of your calls have been running for {} seconds; try again when one of \
+                     them has ended",
+                    PATIENCE.as_secs()
+                ),
+                Full::All(total) => format!(
+                    "{total} calls have been running for {} seconds; try again later",
+                    PATIENCE.as_secs()
+                ),
+            })
+        })
+    }
+
+    /// Boots a sandbox for one call of `caller`, when there is a place for it.
+    pub(super) async fn fresh(&self, caller: &Caller) -> Result<Held, TaskError> {
+        let place = self.places.take(caller, PATIENCE).await.map_err(|full| self.full(full))?;
+        self.boot(caller, place).await
+    }
+
+    fn full(&self, full: Full) -> TaskError {
+        capacity(match full {
+            Full::Yours(each) => format!(
+                "you have {each} sandboxes, and cannot have more; destroy one with destroy_sandbox"
+            ),
+            Full::All(total) if total < self.limits.sandboxes => format!(
+                "all {total} sandboxes that fit into the memory for sandboxes are in use; destroy \
+                 one with destroy_sandbox, or try again later"
+            ),
+            Full::All(total) => format!(
+                "all {total} sandboxes are in use; destroy one with destroy_sandbox, or try again \
+                 later"
+            ),
+        })
+    }
+
+    async fn boot(&self, caller: &Caller, place: Place) -> Result<Held, TaskError> {
         let id = new_id()?;
         let mut spec = self.template.clone();
         if let Some(output) = &self.output {
@@ -144,7 +188,7 @@ impl Sandboxes {
             created: now,
             used: Mutex::new(now),
             calls: std::sync::atomic::AtomicUsize::new(0),
-            _slot: slot,
+            _place: place,
         })
     }
 
@@ -177,12 +221,12 @@ impl Sandboxes {
     }
 
     async fn keep(&self, caller: &Caller) -> Result<String, TaskError> {
-        let held = self.fresh(caller).await.map_err(|mut error| {
-            if error.class == ErrorClass::Capacity {
-                error.message.push_str(&self.live(caller));
-            }
+        let place = self.places.try_take(caller).map_err(|full| {
+            let mut error = self.full(full);
+            error.message.push_str(&self.live(caller));
             error
         })?;
+        let held = self.boot(caller, place).await?;
         let id = held.id.clone();
         lock(&self.kept).insert(id.clone(), Arc::new(held));
         Ok(id)
@@ -235,8 +279,7 @@ impl Sandboxes {
     /// How many there are, and how many of them are kept.
     #[cfg(feature = "http")]
     pub(super) fn count(&self) -> (usize, usize) {
-        let all = self.limits.sandboxes.saturating_sub(self.slots.available_permits());
-        (all, lock(&self.kept).len())
+        (self.places.taken(), lock(&self.kept).len())
     }
 
     /// Ends every sandbox that is idle, too old or lost.

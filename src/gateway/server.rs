@@ -85,6 +85,11 @@ impl Server {
         fn parse<T: DeserializeOwned>(tool: Name, arguments: JsonObject) -> Result<T, TaskError> {
             tool.arguments(arguments).map_err(wrong)
         }
+        // What frees something must not have to wait for it.
+        let _place = match tool {
+            Name::DestroySandbox | Name::StopProcess => None,
+            _ => Some(context.or_cancelled(self.sandboxes.admit(&self.caller)).await?),
+        };
         match tool {
             Name::RunCommand => {
                 let arguments = tool.run_arguments(arguments).map_err(wrong)?;

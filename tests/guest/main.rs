@@ -21,6 +21,7 @@ mod hang;
 mod http;
 mod isolation;
 mod mcp;
+mod mcp_limits;
 mod memory;
 mod output;
 mod run;
