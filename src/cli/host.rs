@@ -102,9 +102,7 @@ pub(crate) fn choose(
 /// Whether the emulated host can be started at all.
 pub(crate) fn ready(_config: &RuntimeConfig) -> Result<(), EmulatedError> {
     let machine = Machine::new(&home());
-    if find_program("qemu-system-x86_64").is_none() {
-        return Err(EmulatedError::NoQemu);
-    }
+    machine.program()?;
     for file in ["vmlinuz", "modules.cpio"] {
         let path = machine.files.join(file);
         if !path.is_file() {
@@ -112,12 +110,6 @@ pub(crate) fn ready(_config: &RuntimeConfig) -> Result<(), EmulatedError> {
         }
     }
     Ok(())
-}
-
-/// A program in `PATH`.
-pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path).map(|folder| folder.join(name)).find(|p| p.is_file())
 }
 
 fn rerun(

@@ -105,6 +105,16 @@ impl Machine {
             forward: None,
         }
     }
+
+    /// The QEMU that runs it: that of [`Machine::files`], which `cargo xtask emulated` builds, else the
+    /// first in `PATH`. The emulation of AMD's virtualisation in Debian's loses and doubles interrupts now
+    /// and then, by which guests with several vCPUs hang or crash.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn program(&self) -> Result<PathBuf, EmulatedError> {
+        qemu::find(&self.files)
+    }
 }
 
 /// A command to run in the emulated host, as the calling user and groups.

@@ -156,6 +156,11 @@ fn no_kvm() {
 
 #[test]
 fn no_kvm_and_no_qemu() {
+    // A home of the same files without an emulated host.
+    let bare = folder();
+    for part in ["kernel", "agent", "images"] {
+        std::os::unix::fs::symlink(home().join(part), bare.path().join(part)).unwrap();
+    }
     let hide = "mount -t tmpfs none /dev; mknod /dev/null c 1 3; chmod 666 /dev/null";
     let mut command = casulo(["run", "--host", "auto", "--", "true"]);
     command.env("PATH", "/nonexistent");
@@ -166,7 +171,7 @@ fn no_kvm_and_no_qemu() {
         .args(["-m", "/bin/sh", "-ec", &format!("{script}; export PATH; exec \"$@\""), "sh"])
         .arg(command.get_program())
         .args(command.get_args())
-        .env("CASULO_HOME", home())
+        .env("CASULO_HOME", bare.path())
         .env_remove("CASULO_EMULATED")
         .stdin(std::process::Stdio::null());
     assert_refused(&output(unshare), &["/dev/kvm", "qemu"]);

@@ -40,7 +40,7 @@ impl Server {
             line.split_once("serving MCP at ").map(|(_, url)| url.to_owned())
         });
         std::thread::spawn(move || lines.map_while(Result::ok).for_each(|l| eprintln!("{l}")));
-        Self { child, url: url.expect("it says where it serves"), tokens, _folder: folder }
+        Self { child, url: url.unwrap(), tokens, _folder: folder }
     }
 
     fn client(&self, caller: &str) -> Client {

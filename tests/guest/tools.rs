@@ -99,6 +99,44 @@ PYTHONPATH=site python3 -c 'import tiny; print(tiny.answer())'
 }
 
 #[test]
+fn tar_unpacks_ten_thousand_files() {
+    // Fewer on the second: an emulated guest takes minutes for ten thousand.
+    on("tmpfs", folder().path(), &tar(10_000), "10000\n", |out| unpacked(out, 10_000));
+    on("ext4", &Ext4::new(512).path(), &tar(1000), "1000\n", |out| unpacked(out, 1000));
+}
+
+fn tar(files: usize) -> String {
+    format!(
+        r#"
+python3 - <<'END'
+import io, tarfile
+with tarfile.open('/workspace/tmp/many.tar', 'w') as tar:
+    for n in range({files}):
+        entry = tarfile.TarInfo(f'many/d{{n % 100:02}}/file{{n}}')
+        data = f'{{n}}\n'.encode() * (n % 50 + 1)
+        entry.size, entry.mtime, entry.mode = len(data), 1000000000 + n, 0o640
+        tar.addfile(entry, io.BytesIO(data))
+END
+tar xf /workspace/tmp/many.tar
+find many -type f | wc -l
+"#
+    )
+}
+
+/// Every file is as it was packed.
+fn unpacked(out: &Path, files: usize) {
+    for n in 0..files {
+        let file = out.join(format!("many/d{:02}/file{n}", n % 100));
+        let meta = fs::metadata(&file).unwrap();
+        assert_eq!(
+            (meta.mode() & 0o777, meta.mtime()),
+            (0o640, 1_000_000_000 + i64::try_from(n).unwrap())
+        );
+        assert_eq!(fs::read(file).unwrap(), format!("{n}\n").repeat(n % 50 + 1).as_bytes());
+    }
+}
+
+#[test]
 fn sqlite_serves_two_processes_with_a_write_ahead_log() {
     let script = r#"
 cat > work.py <<'END'

@@ -1,6 +1,6 @@
-//! Prepares the kernel and modules of the emulated host: a stock Debian kernel in QEMU.
+//! Prepares the emulated host: a stock Debian kernel, its modules, and QEMU (see [`qemu`]).
 //!
-//! Nothing here is compiled. Debian's kernel package is fetched with apt (no root needed), its
+//! Debian's kernel package is fetched with apt (no root needed), its
 //! kernel is taken as it is, and the modules that the emulated host needs are put, decompressed and
 //! in the order in which they must be loaded, into one cpio archive. `casulo` adds the second half
 //! of the initial file system when it starts the machine.
@@ -18,6 +18,7 @@ use crate::{paths, sh};
 
 #[path = "../../src/emulated/cpio.rs"]
 mod cpio;
+mod qemu;
 
 /// Options.
 #[derive(clap::Args, Default)]
@@ -57,31 +58,35 @@ struct Description {
     package: String,
     vmlinuz_sha256: String,
     modules_sha256: String,
+    qemu_sha256: String,
     /// Number of the recipe: another one means that the files must be made again.
     recipe: u32,
 }
 
 /// Changes with whatever this file puts into the archive.
-const RECIPE: u32 = 2;
+const RECIPE: u32 = 3;
 
 pub(crate) fn run(_args: Args) -> Result<()> {
     prepare().map(drop)
 }
 
-/// Installs QEMU and the files of the emulated host; gives their folder. Does nothing when all is
-/// there.
+/// Installs the files of the emulated host, building QEMU if need be; gives their folder. Does nothing
+/// when all is there.
 pub(crate) fn prepare() -> Result<PathBuf> {
     sh::need(&[
-        ("qemu-system-x86_64", "qemu-system-x86"),
+        // Option ROMs of the emulated machine, and its firmware.
+        ("/usr/share/qemu/linuxboot_dma.bin", "qemu-system-data"),
         ("/usr/share/seabios/bios-256k.bin", "seabios"),
         ("xz", "xz-utils"),
     ])?;
     let target = paths::casulo_home()?.join("emulated");
-    if is_current(&target) {
-        return Ok(target);
-    }
     let cache = paths::cache()?.join("emulated");
     fs::create_dir_all(&cache).with_context(|| format!("cannot create {}", cache.display()))?;
+    let qemu = qemu::ensure(&cache)?;
+    let qemu_sha256 = sha256(&qemu)?;
+    if is_current(&target, &qemu_sha256) {
+        return Ok(target);
+    }
     let (package, archive) = fetch(&cache)?;
     eprintln!("emulated host: unpacking {package}");
     let unpacked = tempfile::tempdir_in(&cache)?;
@@ -98,11 +103,14 @@ pub(crate) fn prepare() -> Result<PathBuf> {
         .with_context(|| format!("{package} holds no boot/vmlinuz-{version}"))?;
     let modules = staged.path().join("modules.cpio");
     let count = write_modules(&release, &modules)?;
+    let program = staged.path().join(qemu::PROGRAM);
+    fs::copy(&qemu, &program).with_context(|| format!("cannot copy {}", qemu.display()))?;
     let description = Description {
         version,
         package,
         vmlinuz_sha256: sha256(&vmlinuz)?,
         modules_sha256: sha256(&modules)?,
+        qemu_sha256,
         recipe: RECIPE,
     };
     fs::write(
@@ -118,19 +126,21 @@ pub(crate) fn prepare() -> Result<PathBuf> {
         .with_context(|| format!("cannot install into {}", target.display()))?;
     let _ = fs::remove_file(archive);
     eprintln!(
-        "emulated host: Linux {} and {count} modules in {}",
+        "emulated host: QEMU, Linux {} and {count} modules in {}",
         description.version,
         target.display()
     );
     Ok(target)
 }
 
-fn is_current(target: &Path) -> bool {
+fn is_current(target: &Path, qemu: &str) -> bool {
     let description = fs::read(target.join("emulated.json"))
         .ok()
         .and_then(|text| serde_json::from_slice::<Description>(&text).ok());
     description.is_some_and(|d| {
         d.recipe == RECIPE
+            && d.qemu_sha256 == qemu
+            && sha256(&target.join(qemu::PROGRAM)).is_ok_and(|sum| sum == d.qemu_sha256)
             && sha256(&target.join("vmlinuz")).is_ok_and(|sum| sum == d.vmlinuz_sha256)
             && sha256(&target.join("modules.cpio")).is_ok_and(|sum| sum == d.modules_sha256)
     })

@@ -13,14 +13,21 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::progress::Build;
 use crate::{paths, sh};
 
 mod config;
-mod progress;
 mod source;
 
 /// Part of the cache key: raise it when this file builds the same inputs into other bytes.
 const RECIPE: &str = "1";
+
+const BUILD: Build = Build { name: "kernel", steps: 1430, is_step };
+
+/// Whether a line of `make` says that one file is being made: two spaces, what, and the file.
+fn is_step(line: &str) -> bool {
+    line.strip_prefix("  ").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_uppercase()))
+}
 
 /// Begins the name of the folder a build works in, inside the cache.
 const WORK_PREFIX: &str = "building-";
@@ -182,7 +189,7 @@ fn build(
     config::verify(wanted, &String::from_utf8_lossy(&complete))?;
 
     let log = cache.join("build.log");
-    progress::build(make(&tree).arg("vmlinux"), &log)?;
+    BUILD.run(make(&tree).arg("vmlinux"), &log)?;
 
     let out = work.path().join("out");
     fs::create_dir(&out)?;
@@ -308,6 +315,15 @@ mod tests {
         };
         fs::write(folder.join("kernel.json"), to_json(&manifest).unwrap()).unwrap();
         manifest
+    }
+
+    #[test]
+    fn steps_are_told_from_other_lines() {
+        assert!(is_step("  CC      init/main.o"));
+        assert!(is_step("  LD      vmlinux"));
+        for other in ["", "make[1]: Entering", "init/main.c:1: warning: x", "  123", "    | ^~~"] {
+            assert!(!is_step(other), "{other}");
+        }
     }
 
     #[test]

@@ -15,6 +15,7 @@ mod images;
 mod kernel;
 mod paths;
 mod pip;
+mod progress;
 mod sh;
 mod test;
 
@@ -41,7 +42,7 @@ enum Command {
     Kernel(kernel::Args),
     /// The guest images and the agent's boot volume
     Images(images::Args),
-    /// The kernel and modules of the emulated host
+    /// QEMU, kernel and modules of the emulated host
     Emulated(emulated::Args),
     /// One tarball that runs from any folder
     Dist(dist::Args),
