@@ -32,6 +32,8 @@ pub(super) struct Deferred(HashMap<u64, Growth>);
 /// What is not yet counted of one file.
 #[derive(Clone, Copy, Debug)]
 struct Growth {
+    /// Where it is expected.
+    account: usize,
     /// Blocks that are counted.
     blocks: u64,
     /// Unit of what is expected.
@@ -41,9 +43,9 @@ struct Growth {
 }
 
 impl Growth {
-    fn new(stat: &Statx) -> Self {
+    fn new(account: usize, stat: &Statx) -> Self {
         let unit = u64::from(stat.stx_blksize).clamp(UNIT, MAX_UNIT);
-        Self { blocks: stat.stx_blocks, unit, most: 0 }
+        Self { account, blocks: stat.stx_blocks, unit, most: 0 }
     }
 }
 
@@ -93,13 +95,13 @@ impl Server {
 
     /// Growth of node `id`, of whose file these attributes are counted, will be deferred.
     pub(super) fn watch(&mut self, id: u64, stat: &Statx) {
-        if self.account_of(id).is_none_or(|account| !self.quota(account).counts_bytes()) {
+        let Some(account) = self.account_of(id).filter(|at| self.quota(*at).counts_bytes()) else {
             return;
-        }
+        };
         if self.deferred.0.len() >= MOST {
-            self.settle_all(|_, _| true);
+            self.settle_all();
         }
-        self.deferred.0.entry(id).or_insert_with(|| Growth::new(stat));
+        self.deferred.0.entry(id).or_insert_with(|| Growth::new(account, stat));
     }
 
     /// Counts what was deferred of node `id`.
@@ -114,7 +116,7 @@ impl Server {
     /// found any more.
     pub(super) fn settle_node_at(&mut self, id: u64, blocks: Option<u64>) {
         let Some(growth) = self.deferred.0.remove(&id) else { return };
-        let Some(account) = self.account(id) else { return };
+        let Some(account) = self.accounts.get_mut(growth.account) else { return };
         account.unexpect(growth.most);
         match blocks {
             Some(blocks) => account.settle(growth.blocks, blocks),
@@ -124,16 +126,17 @@ impl Server {
 
     /// Counts what was deferred in an account.
     pub(super) fn settle_account(&mut self, account: usize) {
-        self.settle_all(|server, id| server.account_of(id) == Some(account));
+        self.settle_chosen(|growth| growth.account == account);
     }
 
-    /// Counts what was deferred of the nodes that are chosen.
-    pub(super) fn settle_all(&mut self, chosen: impl Fn(&Self, u64) -> bool) {
-        let ids: Vec<u64> = self.deferred.0.keys().copied().collect();
-        for id in ids {
-            if chosen(self, id) {
-                self.settle_node(id);
-            }
-        }
+    fn settle_chosen(&mut self, chosen: impl Fn(&Growth) -> bool) {
+        let all = self.deferred.0.iter();
+        let ids: Vec<u64> = all.filter(|(_, growth)| chosen(growth)).map(|(id, _)| *id).collect();
+        ids.into_iter().for_each(|id| self.settle_node(id));
+    }
+
+    /// Counts all that was deferred.
+    pub(super) fn settle_all(&mut self) {
+        self.settle_chosen(|_| true);
     }
 }

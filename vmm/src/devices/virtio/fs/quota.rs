@@ -96,6 +96,12 @@ impl Quota {
         self.expected = self.expected.saturating_sub(bytes);
     }
 
+    /// Bytes that are expected.
+    #[cfg(test)]
+    pub(super) fn expected(&self) -> u64 {
+        self.expected
+    }
+
     /// Fails with `ENOSPC` if there is no room for one more name.
     pub(super) fn check_name(&self) -> Result<(), Errno> {
         let full = self.names().is_some_and(|(_, room)| room == 0);

@@ -242,7 +242,7 @@ impl Server {
     /// Forgets all that belongs to the guest: nodes, handles, the agreed protocol. What it has added
     /// to the shares stays counted.
     pub fn reset(&mut self) {
-        self.settle_all(|_, _| true);
+        self.settle_all();
         self.handles.clear();
         self.unopened.clear();
         self.paths.clear();
@@ -426,6 +426,8 @@ impl Server {
         if let Open::File(file) = open {
             self.settle_closed(id, file);
         }
+        // A folder that only this handle held is gone now.
+        self.settle_node(id);
         // The root has handles, but is no node.
         if self.nodes.remove_handle(id) {
             self.paths.remove(id);

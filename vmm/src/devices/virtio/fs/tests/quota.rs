@@ -315,6 +315,27 @@ fn what_is_counted_later_is_counted_to_the_byte_when_somebody_looks() {
 }
 
 #[test]
+fn nothing_stays_expected_of_a_folder_that_only_a_handle_held() {
+    let mut world = World::new();
+    let roomy = roomy(&mut world, 64 << 20);
+    let mkdir = bytes_of(&MkdirIn { mode: 0o755, umask: 0 });
+    for number in 0..100 {
+        let name = format!("dir{number}");
+        world.call(op::MKDIR, roomy, &[&mkdir, &name_bytes(&name)]).unwrap();
+        let folder = world.node(&format!("roomy/{name}"));
+        let handle = world.opendir(folder).unwrap();
+        world.forget(folder, 2);
+        let (file, open) = world.create(folder, "file", libc::O_RDWR, 0o644).unwrap();
+        world.release(file.node, open).unwrap();
+        world.forget(file.node, 1);
+        world.release(folder, handle).unwrap();
+        assert_eq!(world.getattr(folder).unwrap_err(), Errno::STALE);
+    }
+    left(&mut world, roomy);
+    assert_eq!(world.server.quota(0).expected(), 0);
+}
+
+#[test]
 fn many_files_that_are_written_at_once_stay_within_the_limit() {
     let limit = 8 << 20;
     let mut world = World::new();
