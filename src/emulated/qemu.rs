@@ -24,6 +24,8 @@ const CPU: &str = "EPYC-Milan,+svm,-erms,-fsrm";
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet panic=-1 mitigations=off init_on_alloc=0 \
                                 nokaslr no_timer_check tsc=reliable random.trust_cpu=on \
                                 cryptomgr.notests audit=0 apparmor=0 nowatchdog";
+/// Folders of the emulated machine's firmware.
+const FIRMWARE: [&str; 2] = ["/usr/share/qemu", "/usr/share/seabios"];
 /// Names of the serial ports.
 pub(super) const DATA_PORT: &str = "casulo.data";
 pub(super) const CONTROL_PORT: &str = "casulo.control";
@@ -116,6 +118,11 @@ fn arguments(
 ) -> Vec<OsString> {
     let mut list: Vec<OsString> = Vec::new();
     let mut add = |words: &[&str]| list.extend(words.iter().map(OsString::from));
+    // Where Debian has firmware and option ROMs; QEMU looks for them relative to itself, and it may not be in
+    // `/usr/bin`.
+    for folder in FIRMWARE {
+        add(&["-L", folder]);
+    }
     add(&["-M", "q35", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
     // One thread for all processors: with one for each, the emulation of AMD's virtualisation goes wrong about
     // once in five minutes of work with several vCPUs (a processor that idles with its global interrupt flag off,
