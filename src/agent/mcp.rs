@@ -3,20 +3,19 @@
 //! Both sides know each other's protocol version from the boot channel, so there is no handshake: the
 //! revision of MCP that has none is used, where every request describes itself.
 
-use casulo_protocol::agent::MAX_MCP_LINE;
 use rmcp::ServiceError;
 use rmcp::model::{
     CallToolRequestParams, CallToolResult, ClientCapabilities, ClientConfig, ContentBlock,
     Implementation, ProtocolVersion, ServerCapabilities, ServerPeerInfo,
 };
 use rmcp::service::{RoleClient, RunningService};
-use rmcp::transport::async_rw::AsyncRwTransport;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 
 use super::bounded::Bounded;
 use super::quote;
+use super::transport::AgentLines;
 
 /// A connection to the agent's tools. Dropping a call cancels it in the guest.
 #[derive(Debug)]
@@ -35,8 +34,7 @@ impl Client {
     /// Speaks MCP on `stream` from now on.
     pub(crate) fn new(stream: UnixStream) -> Self {
         let (read, write) = stream.into_split();
-        let transport = AsyncRwTransport::<RoleClient, _, _>::new(Bounded::new(read), write)
-            .with_max_line_length(MAX_MCP_LINE);
+        let transport = AgentLines::new(Bounded::new(read), write);
         let us = Implementation::new("casulo", env!("CARGO_PKG_VERSION"));
         let us = ClientConfig::new(ClientCapabilities::default(), us);
         let them =
@@ -83,7 +81,7 @@ fn parse<T: DeserializeOwned>(result: CallToolResult) -> Result<T, CallError> {
 
 #[cfg(test)]
 mod tests {
-    use casulo_protocol::agent::{FileWritten, WriteFile, tool};
+    use casulo_protocol::agent::{FileWritten, MAX_MCP_LINE, WriteFile, tool};
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 
     use super::*;
@@ -128,6 +126,35 @@ mod tests {
             r#"{"jsonrpc":"2.0","id":ID,"error":{"code":-32602,"message":"unknown tool"}}"#;
         let Err(CallError::Refused(text)) = call(answer).await.0 else { panic!() };
         assert_eq!(text, "unknown tool");
+    }
+
+    #[tokio::test]
+    async fn an_agent_that_answers_everything_with_nonsense_is_lost_at_once() {
+        for nonsense in [&b"{\"jsonrpd\":\"2.0\",\"error\":{}}\n"[..], b"[]\n", b"hello\n", b"\n"] {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let answers = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+            let counted = std::sync::Arc::clone(&answers);
+            let agent = tokio::spawn(async move {
+                let mut theirs = BufReader::new(theirs);
+                let mut line = String::new();
+                while theirs.read_line(&mut line).await.is_ok_and(|n| n > 0) {
+                    counted.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    if theirs.write_all(nonsense).await.is_err() {
+                        break;
+                    }
+                    line.clear();
+                }
+            });
+            let client = Client::new(ours);
+            let write = WriteFile::default();
+            let call = client.call::<FileWritten>(tool::WRITE_FILE, &write);
+            let result = tokio::time::timeout(std::time::Duration::from_secs(10), call).await;
+            assert!(matches!(result, Ok(Err(CallError::Lost(_)))), "{result:?}");
+            drop(client);
+            agent.await.unwrap();
+            let answers = answers.load(std::sync::atomic::Ordering::Relaxed);
+            assert!(answers <= 2, "the two answered each other {answers} times");
+        }
     }
 
     #[tokio::test]

@@ -5,6 +5,7 @@ pub(crate) mod boot;
 mod bounded;
 pub(crate) mod exec;
 pub(crate) mod mcp;
+mod transport;
 
 /// What to run in a sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
