@@ -19,6 +19,7 @@ use super::io::Access;
 use super::lookup::{ONE_NAME, PERMISSIONS};
 use super::names::{Name, TARGET_MAX, name_and_target, one_name, two_names};
 use super::node::{kind_of, stat_fd};
+use super::quota::Quota;
 use super::reach::RESOLVE;
 use super::server::{Output, Server, fd_path};
 use super::wire::Cursor;
@@ -43,15 +44,20 @@ impl Server {
         self.reach(id)
     }
 
-    /// Folder `id`, in which there is room for one more name.
-    fn folder_with_room(&mut self, id: u64) -> Result<Arc<OwnedFd>, Errno> {
-        self.writable_node(id)?;
-        let folder = self.folder(id)?;
-        let account = self.share(folder)?.account;
+    /// The account of a node's share, counted if little of it is left.
+    fn counted(&mut self, id: u64) -> Result<&Quota, Errno> {
+        let account = self.account_of(id).ok_or(Errno::STALE)?;
         if self.quota(account).is_tight() {
             self.settle_account(account);
         }
-        self.quota(account).check_name()?;
+        Ok(self.quota(account))
+    }
+
+    /// Folder `id`, in which there is room for one more name.
+    fn folder_with_room(&mut self, id: u64) -> Result<Arc<OwnedFd>, Errno> {
+        self.writable_node(id)?;
+        self.folder(id)?;
+        self.counted(id)?.check_name()?;
         // A file that could not be told to the guest would have been made all the same.
         self.nodes.check_room()?;
         self.reach(id)
@@ -277,6 +283,11 @@ impl Server {
             (Some(old), Some(new)) => same_file(old, new),
             _ => false,
         };
+        // A folder does not shrink when names go, so a guest with no room left could have its names make
+        // one folder after the other grow. What takes the place of another name needs no room.
+        if new.is_none() {
+            self.counted(new_parent)?.check_entry()?;
+        }
         let exchange = flags & flag::RENAME_EXCHANGE != 0;
         let victim = if exchange || same { None } else { self.victim(new_parent, &to, &new_name) };
         let flags = RenameFlags::from_bits_truncate(flags);

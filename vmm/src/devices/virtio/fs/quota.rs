@@ -108,6 +108,11 @@ impl Quota {
         if full || self.room() < NAME_COST { Err(Errno::NOSPC) } else { Ok(()) }
     }
 
+    /// Fails with `ENOSPC` if a folder may not grow by the block that one more entry can take.
+    pub(super) fn check_entry(&self) -> Result<(), Errno> {
+        if self.room() < PAGE { Err(Errno::NOSPC) } else { Ok(()) }
+    }
+
     /// A name was made.
     pub(super) fn add_name(&mut self) {
         self.names = self.names.saturating_add(1);

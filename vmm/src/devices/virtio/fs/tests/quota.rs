@@ -451,6 +451,37 @@ fn a_folder_and_its_bind_mount_have_one_account() {
 }
 
 #[test]
+fn a_full_share_takes_no_renames_that_make_a_folder_grow() {
+    let mut world = World::new();
+    let lim = world.node("lim");
+    let mkdir = bytes_of(&MkdirIn { mode: 0o755, umask: 0 });
+    world.call(op::MKDIR, lim, &[&mkdir, b"other\0"]).unwrap();
+    let other = world.node("lim/other");
+    for name in ["one", "two", "a", "b", "c"] {
+        world.call(op::MKNOD, lim, &[&bytes_of(&MknodIn::default()), &name_bytes(name)]).unwrap();
+    }
+    let (file, handle) = world.create(lim, "big", libc::O_RDWR, 0o644).unwrap();
+    fill(&mut world, file.node, handle, 0);
+    let mut names = 0;
+    while world
+        .call(op::MKNOD, lim, &[&bytes_of(&MknodIn::default()), &name_bytes(&names.to_string())])
+        .is_ok()
+    {
+        names += 1;
+    }
+    let long = "x".repeat(255);
+    assert_eq!(world.rename((lim, "one"), (other, "one"), 0), Err(Errno::NOSPC));
+    assert_eq!(world.rename((lim, "one"), (lim, &long), 0), Err(Errno::NOSPC));
+    // As programs replace a file with its next version.
+    world.rename((lim, "one"), (lim, "two"), 0).unwrap();
+    for name in ["a", "b", "c"] {
+        world.named(op::UNLINK, lim, name).unwrap();
+    }
+    world.rename((lim, "two"), (other, "two"), 0).unwrap();
+    assert_eq!(world.lookup(lim, "two").unwrap_err(), Errno::NOENT);
+}
+
+#[test]
 fn a_folder_that_grows_by_long_names_counts_what_it_takes() {
     // Where the temporary folder's file system has no blocks for folders (tmpfs), only the names count.
     let limit = 16 << 20;
