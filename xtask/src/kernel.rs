@@ -13,6 +13,7 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::cache::{self, Cache};
 use crate::progress::Build;
 use crate::{paths, sh};
 
@@ -28,9 +29,6 @@ const BUILD: Build = Build { name: "kernel", steps: 1430, is_step };
 fn is_step(line: &str) -> bool {
     line.strip_prefix("  ").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_uppercase()))
 }
-
-/// Begins the name of the folder a build works in, inside the cache.
-const WORK_PREFIX: &str = "building-";
 
 /// Options.
 #[derive(clap::Args)]
@@ -80,25 +78,9 @@ pub(crate) fn ensure() -> Result<(PathBuf, Manifest)> {
     let wanted = config::parse(&inputs.fragment)
         .context("kernel-config/casulo.config is not a kernel configuration")?;
 
-    let cache = paths::cache()?.join("kernel");
-    fs::create_dir_all(&cache).with_context(|| format!("cannot create {}", cache.display()))?;
     let package = source::newest()?;
-    let entry = cache.join(input_hash(&package, &inputs)?);
-
-    // One build at a time; a second one waits and then finds the result.
-    let lock_path = cache.join("lock");
-    let lock = fs::File::create(&lock_path)
-        .with_context(|| format!("cannot create {}", lock_path.display()))?;
-    lock.lock().with_context(|| format!("cannot lock {}", lock_path.display()))?;
-
-    // Under the lock, what is there is of a build that was killed.
-    for file in fs::read_dir(&cache)?.filter_map(std::io::Result::ok) {
-        if file.file_name().to_string_lossy().starts_with(WORK_PREFIX) {
-            fs::remove_dir_all(file.path())
-                .with_context(|| format!("cannot remove {}", file.path().display()))?;
-        }
-    }
-
+    let cache = Cache::lock(paths::cache()?.join("kernel"))?;
+    let entry = cache.folder().join(input_hash(&package, &inputs)?);
     let manifest = match cached(&entry) {
         Some(manifest) => manifest,
         None => build(&cache, &entry, &package, &inputs, &wanted)?,
@@ -142,14 +124,9 @@ fn input_hash(package: &source::Package, inputs: &Inputs) -> Result<String> {
         Ok(text.lines().next().unwrap_or_default().to_owned())
     };
     let (gcc, ld) = (version("gcc")?, version("ld")?);
-    let mut hash = Sha256::new();
     let fixed = [RECIPE, &package.version, &package.sha256, &inputs.fragment, &gcc, &ld];
-    for part in fixed.into_iter().chain(inputs.patches.values().map(String::as_str)) {
-        // The length first, so that no two lists of parts hash alike.
-        hash.update((part.len() as u64).to_le_bytes());
-        hash.update(part);
-    }
-    Ok(hex(&hash.finalize()))
+    let parts = fixed.into_iter().chain(inputs.patches.values().map(String::as_str));
+    Ok(cache::key(parts.map(str::as_bytes)))
 }
 
 /// The manifest of a whole cache entry; a damaged one counts as absent and is built again.
@@ -161,7 +138,7 @@ fn cached(entry: &Path) -> Option<Manifest> {
 }
 
 fn build(
-    cache: &Path,
+    cache: &Cache,
     entry: &Path,
     package: &source::Package,
     inputs: &Inputs,
@@ -171,11 +148,8 @@ fn build(
         "building the guest kernel {}: about 5 minutes on 2 cores, 2 GB of disk meanwhile",
         package.version
     );
-    let deb = source::fetch(cache, package)?;
-    let work = tempfile::Builder::new()
-        .prefix(WORK_PREFIX)
-        .tempdir_in(cache)
-        .with_context(|| format!("cannot create a folder in {}", cache.display()))?;
+    let deb = source::fetch(cache.folder(), package)?;
+    let work = cache.work()?;
     let tree = source::unpack(&deb, work.path())?;
 
     for (name, patch) in &inputs.patches {
@@ -188,7 +162,7 @@ fn build(
     let complete = fs::read(tree.join(".config")).context("the kernel was not configured")?;
     config::verify(wanted, &String::from_utf8_lossy(&complete))?;
 
-    let log = cache.join("build.log");
+    let log = cache.folder().join("build.log");
     BUILD.run(make(&tree).arg("vmlinux"), &log)?;
 
     let out = work.path().join("out");
@@ -206,11 +180,7 @@ fn build(
     fs::write(out.join("config"), &complete)?;
     fs::copy(tree.join("System.map"), out.join("System.map"))?;
     fs::write(out.join("kernel.json"), to_json(&manifest)?)?;
-    if entry.exists() {
-        fs::remove_dir_all(entry)
-            .with_context(|| format!("cannot remove the damaged {}", entry.display()))?;
-    }
-    fs::rename(&out, entry).with_context(|| format!("cannot create {}", entry.display()))?;
+    cache.keep(&out, entry)?;
     Ok(manifest)
 }
 
@@ -218,14 +188,7 @@ fn build(
 fn apply(tree: &Path, name: &str, patch: &str) -> Result<()> {
     let file = tree.join("../").join(name);
     fs::write(&file, patch).with_context(|| format!("cannot write {}", file.display()))?;
-    sh::output(
-        Command::new("patch")
-            .args(["-p1", "--batch", "--forward", "--fuzz=0", "-i"])
-            .arg(&file)
-            .current_dir(tree),
-    )
-    .map(drop)
-    .with_context(|| {
+    cache::patch(tree, &file).with_context(|| {
         format!("kernel-config/patches/{name} does not fit this version of the kernel source")
     })
 }

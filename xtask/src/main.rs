@@ -7,6 +7,7 @@ use clap::{Parser, Subcommand};
 
 mod bench;
 mod build;
+mod cache;
 mod demo;
 mod dist;
 mod emulated;

@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
-use sha2::{Digest, Sha256};
 
 use super::sha256;
+use crate::cache::{self, Cache};
 use crate::progress::Build;
 use crate::{paths, sh};
 
@@ -20,8 +20,6 @@ use crate::{paths, sh};
 pub(super) const PROGRAM: &str = "qemu-system-x86_64";
 /// Part of the cache key: raise it when this file builds the same inputs into another program.
 const RECIPE: &str = "1";
-/// Begins the name of the folder a build works in, inside the cache.
-const WORK_PREFIX: &str = "building-";
 const BUILD: Build = Build { name: "QEMU", steps: 1440, is_step: |line| line.starts_with('[') };
 
 /// Firmware is Debian's: its source package has none.
@@ -45,24 +43,12 @@ const CONFIGURE: &[&str] = &[
 pub(super) fn ensure(cache: &Path) -> Result<PathBuf> {
     let patches = patches()?;
     let version = version()?;
-    let folder = cache.join("qemu");
-    fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let entry = folder.join(key(&version, &patches)?);
-    let lock_path = folder.join("lock");
-    let lock = fs::File::create(&lock_path)
-        .with_context(|| format!("cannot create {}", lock_path.display()))?;
-    lock.lock().with_context(|| format!("cannot lock {}", lock_path.display()))?;
+    let cache = Cache::lock(cache.join("qemu"))?;
+    let entry = cache.folder().join(key(&version, &patches)?);
     if let Some(program) = cached(&entry) {
         return Ok(program);
     }
-    // Under the lock, what is there is of a build that was killed.
-    for file in fs::read_dir(&folder)?.filter_map(std::io::Result::ok) {
-        if file.file_name().to_string_lossy().starts_with(WORK_PREFIX) {
-            fs::remove_dir_all(file.path())
-                .with_context(|| format!("cannot remove {}", file.path().display()))?;
-        }
-    }
-    build(&folder, &entry, &version, &patches)
+    build(&cache, &entry, &version, &patches)
 }
 
 /// Patches by file name, applied in that order.
@@ -105,22 +91,16 @@ fn source_version(record: &str) -> Option<String> {
 
 fn key(version: &str, patches: &BTreeMap<String, PathBuf>) -> Result<String> {
     let gcc = sh::output(Command::new("gcc").arg("--version"))?;
-    let mut hash = Sha256::new();
-    let mut add = |part: &[u8]| {
-        // The length first, so that no two lists of parts hash alike.
-        hash.update((part.len() as u64).to_le_bytes());
-        hash.update(part);
-    };
-    for part in [RECIPE, version, gcc.lines().next().unwrap_or_default()] {
-        add(part.as_bytes());
-    }
-    for part in CONFIGURE {
-        add(part.as_bytes());
-    }
+    let first = gcc.lines().next().unwrap_or_default();
+    let mut parts: Vec<Vec<u8>> = [RECIPE, version, first]
+        .iter()
+        .chain(CONFIGURE)
+        .map(|part| part.as_bytes().to_vec())
+        .collect();
     for patch in patches.values() {
-        add(&fs::read(patch).with_context(|| format!("cannot read {}", patch.display()))?);
+        parts.push(fs::read(patch).with_context(|| format!("cannot read {}", patch.display()))?);
     }
-    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(cache::key(parts.iter().map(Vec::as_slice)))
 }
 
 /// The program of a whole cache entry; a damaged one counts as absent.
@@ -131,7 +111,7 @@ fn cached(entry: &Path) -> Option<PathBuf> {
 }
 
 fn build(
-    cache: &Path,
+    cache: &Cache,
     entry: &Path,
     version: &str,
     patches: &BTreeMap<String, PathBuf>,
@@ -154,19 +134,11 @@ fn build(
         ("/usr/include/slirp/libslirp.h", "libslirp-dev"),
     ])?;
     eprintln!("building QEMU {version}: about 3 minutes on 2 cores, 1 GB of disk meanwhile");
-    let work = tempfile::Builder::new()
-        .prefix(WORK_PREFIX)
-        .tempdir_in(cache)
-        .with_context(|| format!("cannot create a folder in {}", cache.display()))?;
+    let work = cache.work()?;
     let tree = source(work.path(), version)?;
     for (name, patch) in patches {
-        sh::output(
-            Command::new("patch")
-                .args(["-p1", "--batch", "--forward", "--fuzz=0", "-i"])
-                .arg(patch)
-                .current_dir(&tree),
-        )
-        .with_context(|| format!("xtask/qemu/{name} does not fit QEMU {version}"))?;
+        cache::patch(&tree, patch)
+            .with_context(|| format!("xtask/qemu/{name} does not fit QEMU {version}"))?;
     }
     let objects = work.path().join("objects");
     fs::create_dir(&objects)?;
@@ -174,18 +146,15 @@ fn build(
     sh::output(debian(configure.args(CONFIGURE)).current_dir(&objects))
         .context("cannot configure QEMU")?;
     let mut ninja = Command::new("ninja");
-    BUILD.run(debian(ninja.arg(PROGRAM)).current_dir(&objects), &cache.join("build.log"))?;
+    BUILD
+        .run(debian(ninja.arg(PROGRAM)).current_dir(&objects), &cache.folder().join("build.log"))?;
 
     let out = work.path().join("out");
     fs::create_dir(&out)?;
     let program = out.join(PROGRAM);
     sh::output(Command::new("strip").arg("-o").arg(&program).arg(objects.join(PROGRAM)))?;
     fs::write(out.join("sha256"), sha256(&program)?)?;
-    if entry.exists() {
-        fs::remove_dir_all(entry)
-            .with_context(|| format!("cannot remove the damaged {}", entry.display()))?;
-    }
-    fs::rename(&out, entry).with_context(|| format!("cannot create {}", entry.display()))?;
+    cache.keep(&out, entry)?;
     Ok(entry.join(PROGRAM))
 }
 
