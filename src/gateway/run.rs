@@ -9,6 +9,7 @@ use casulo_protocol::error::{ErrorClass, Retry, TaskError};
 use casulo_protocol::result::{RunResult, SandboxFate};
 use casulo_protocol::spec::RunSpec;
 use rmcp::model::CallToolResult;
+use tokio::sync::OwnedMutexGuard;
 
 use super::render::{self, Budget};
 use super::sandboxes::Held;
@@ -29,6 +30,42 @@ pub(super) fn call_name() -> String {
 enum Subject {
     Command(String),
     Code(Language, String),
+}
+
+/// A call's program, ready for a sandbox.
+struct Job {
+    program: Program,
+    spec: RunSpec,
+    /// What the program gets on its standard input. An interpreter that stays has it from the program.
+    stdin: String,
+    how: Execution,
+    budget: Budget,
+}
+
+impl Job {
+    /// `stays`: in an interpreter that keeps its variables.
+    fn new(subject: Subject, options: &RunOptions, stays: bool, budget: Budget) -> Self {
+        let mut spec = RunSpec::default();
+        let mut stdin = options.stdin.clone();
+        let program = match subject {
+            Subject::Command(line) => {
+                spec = RunSpec::new(["bash", "-c", &line]);
+                Program::Command
+            }
+            Subject::Code(language, code) => {
+                let language = language.name().to_owned();
+                if stays {
+                    Program::Session { language, code, stdin: std::mem::take(&mut stdin) }
+                } else {
+                    Program::Code { language, code }
+                }
+            }
+        };
+        spec.env.clone_from(&options.env);
+        spec.timeout_ms = Some(u64::from(options.timeout_seconds) * 1000);
+        spec.workdir = (!options.cwd.is_empty()).then(|| options.cwd.clone());
+        Self { program, spec, stdin, how: Execution::default(), budget }
+    }
 }
 
 impl Server {
@@ -79,20 +116,8 @@ impl Server {
         context
             .or_cancelled(async {
                 let held = self.sandboxes.fresh(&self.caller).await?;
-                let (program, spec, stdin) = match subject {
-                    Subject::Command(line) => {
-                        let stdin = options.stdin.clone();
-                        (Program::Command, RunSpec::new(["bash", "-c", &line]), stdin)
-                    }
-                    Subject::Code(language, code) => {
-                        let language = language.name().to_owned();
-                        let program = Program::Code { language, code };
-                        (program, RunSpec::default(), options.stdin.clone())
-                    }
-                };
-                let how = Execution::default();
-                let (mut result, capture) =
-                    self.one(&held, spec, program, stdin, &options, how, budget, context).await?;
+                let job = Job::new(subject, &options, false, budget);
+                let (mut result, capture) = self.one(&held, job, context).await?;
                 let output = held.sandbox.finish(Files::List).await.map_err(TaskError::from)?;
                 output.add_to(&mut result);
                 result.sandbox = SandboxFate::Discarded;
@@ -109,38 +134,18 @@ impl Server {
         context: &Context,
     ) -> Result<RunResult, TaskError> {
         let call = self.sandboxes.get(&self.caller, &options.sandbox_id)?;
-        let _turn;
-        let (program, spec, stdin, files) = match subject {
-            Subject::Command(line) => {
-                let spec = RunSpec::new(["bash", "-c", &line]);
-                (Program::Command, spec, options.stdin.clone(), Files::Ignore)
-            }
-            Subject::Code(language, code) => {
-                // One interpreter runs one call at a time.
-                let limit = Duration::from_secs(options.timeout_seconds.into());
-                let turn = tokio::time::timeout(limit, call.turn(language));
-                _turn = context
-                    .or_cancelled(async {
-                        turn.await.map_err(|_| {
-                            capacity(format!(
-                                "other calls have kept the {} interpreter of this sandbox busy for \
-                                 {} seconds; try again when they have ended",
-                                language.name(),
-                                options.timeout_seconds
-                            ))
-                        })
-                    })
-                    .await?;
-                let language = language.name().to_owned();
-                let stdin = options.stdin.clone();
-                let program = Program::Session { language, code, stdin };
-                (program, RunSpec::default(), String::new(), Files::List)
+        // One interpreter runs one call at a time.
+        let (_turn, files) = match &subject {
+            Subject::Command(_) => (None, Files::Ignore),
+            Subject::Code(language, _) => {
+                let turn = self.turn(&call, *language, options.timeout_seconds, context).await?;
+                (Some(turn), Files::List)
             }
         };
+        let mut job = Job::new(subject, &options, true, budget);
         let keep = Keep { name: call_name(), after: budget.spill_after() };
-        let how = Execution { files, keep: Some(keep) };
-        let (mut result, capture) =
-            self.one(&call, spec, program, stdin, &options, how, budget, context).await?;
+        job.how = Execution { files, keep: Some(keep) };
+        let (mut result, capture) = self.one(&call, job, context).await?;
         if result.timed_out && !call.sandbox.is_alive() {
             return Err(TaskError {
                 class: ErrorClass::GuestLost,
@@ -155,21 +160,36 @@ impl Server {
         Ok(render::command(result, &capture, budget))
     }
 
-    #[expect(clippy::too_many_arguments, reason = "everything that makes up a run meets here")]
+    /// Waits until no other call uses the interpreter, for as long as the call itself may take.
+    async fn turn(
+        &self,
+        held: &Held,
+        language: Language,
+        seconds: u32,
+        context: &Context,
+    ) -> Result<OwnedMutexGuard<()>, TaskError> {
+        let limit = Duration::from_secs(seconds.into());
+        let turn = tokio::time::timeout(limit, held.turn(language));
+        context
+            .or_cancelled(async {
+                turn.await.map_err(|_| {
+                    capacity(format!(
+                        "other calls have kept the {} interpreter of this sandbox busy for {seconds} \
+                         seconds; try again when they have ended",
+                        language.name(),
+                    ))
+                })
+            })
+            .await
+    }
+
     async fn one(
         &self,
         held: &Held,
-        mut spec: RunSpec,
-        program: Program,
-        stdin: String,
-        options: &RunOptions,
-        how: Execution,
-        budget: Budget,
+        job: Job,
         context: &Context,
     ) -> Result<(RunResult, [Capture; 2]), TaskError> {
-        spec.env.clone_from(&options.env);
-        spec.timeout_ms = Some(u64::from(options.timeout_seconds) * 1000);
-        spec.workdir = (!options.cwd.is_empty()).then(|| options.cwd.clone());
+        let Job { program, spec, stdin, how, budget } = job;
         let capture = [Capture::new(budget.bytes()), Capture::new(budget.bytes())];
         let [stdout, stderr] = &capture;
         let (stdout, stderr) = (context.tee(stdout.clone()), context.tee(stderr.clone()));
