@@ -39,6 +39,7 @@ pub mod fuzzing;
 pub mod gateway;
 pub mod image;
 pub mod kvm;
+mod lines;
 mod output;
 mod runtime;
 mod sandbox;

@@ -8,19 +8,22 @@ use std::sync::Arc;
 
 use rmcp::service::{RoleClient, RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
-use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::sync::Mutex;
+
+use crate::lines::{Line, LineReader};
 
 /// One connection; lines are as long as the reader lets them be.
 pub(super) struct AgentLines<R, W> {
-    read: BufReader<R>,
-    line: Vec<u8>,
+    read: LineReader<R>,
     write: Arc<Mutex<W>>,
 }
 
-impl<R: AsyncRead, W> AgentLines<R, W> {
+impl<R: AsyncRead + Unpin, W> AgentLines<R, W> {
     pub(super) fn new(read: R, write: W) -> Self {
-        Self { read: BufReader::new(read), line: Vec::new(), write: Arc::new(Mutex::new(write)) }
+        // The stream itself fails where a line is too long.
+        let read = LineReader::new(read, usize::MAX);
+        Self { read, write: Arc::new(Mutex::new(write)) }
     }
 }
 
@@ -46,20 +49,9 @@ where
     }
 
     async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
-        loop {
-            // What was read stays in `line` when the future is dropped.
-            let available = self.read.fill_buf().await.ok()?;
-            if available.is_empty() {
-                return None;
-            }
-            let newline = available.iter().position(|byte| *byte == b'\n');
-            let length = newline.map_or(available.len(), |at| at.saturating_add(1));
-            self.line.extend_from_slice(available.get(..length).unwrap_or_default());
-            self.read.consume(length);
-            if newline.is_some() {
-                let line = std::mem::take(&mut self.line);
-                return serde_json::from_slice(&line).ok();
-            }
+        match self.read.next().await.ok()?? {
+            Line::Whole(line) => serde_json::from_slice(&line).ok(),
+            Line::TooLong => None,
         }
     }
 

@@ -11,7 +11,6 @@
 //! Whatever goes wrong, a request gets an answer.
 
 mod endpoint;
-mod lines;
 
 use std::collections::HashMap;
 use std::io;
@@ -23,7 +22,7 @@ use hyper::header::{ACCEPT, CONTENT_TYPE, HeaderName, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 use serde_json::{Value, json};
 use sse_stream::SseStream;
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_stream::StreamExt as _;
@@ -32,7 +31,8 @@ use tokio_util::sync::CancellationToken;
 pub use endpoint::{Endpoint, EndpointError, is_local};
 
 use endpoint::SendError;
-use lines::Line;
+
+use crate::lines::{Line, LineReader};
 
 /// Most bytes of a message, as the server has it too.
 const MAX_MESSAGE: usize = 4 << 20;
@@ -68,10 +68,10 @@ pub async fn run(
     });
     let bridge =
         Arc::new(Bridge { endpoint, out, session: Mutex::default(), calls: Mutex::default() });
-    let mut input = BufReader::new(input);
+    let mut input = LineReader::new(input, MAX_MESSAGE);
     let mut tasks = JoinSet::new();
     let read = async {
-        while let Some(line) = lines::next(&mut input, MAX_MESSAGE).await? {
+        while let Some(line) = input.next().await? {
             bridge.line(line, &mut tasks).await;
             while tasks.try_join_next().is_some() {}
         }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tokio::io::{AsyncBufReadExt, DuplexStream, Lines};
+use tokio::io::{AsyncBufReadExt, BufReader, DuplexStream, Lines};
 use tokio::task::JoinHandle;
 
 use super::*;

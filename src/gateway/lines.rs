@@ -13,9 +13,11 @@ use rmcp::model::{ClientNotification, JsonRpcMessage, RequestId};
 use rmcp::service::{RoleServer, RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
 use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
+
+use crate::lines::{Line, LineReader};
 
 /// Longest line of a client in bytes.
 pub(super) const MAX_LINE: usize = 8 << 20;
@@ -35,23 +37,12 @@ const TOO_MANY_REQUESTS: i32 = -31000;
 
 /// One client.
 pub(super) struct Lines<R> {
-    read: BufReader<R>,
-    line: Vec<u8>,
-    /// The rest of a line that was too long is skipped.
-    skipping: bool,
-    ended: bool,
+    read: LineReader<R>,
     /// An answer of our own that waits for room.
     pending: Option<Value>,
     queue: Option<mpsc::Sender<Vec<u8>>>,
     writer: Option<JoinHandle<()>>,
     in_flight: Arc<Mutex<HashSet<String>>>,
-}
-
-/// What came.
-enum Incoming {
-    Line,
-    TooLong,
-    End,
 }
 
 impl<R: AsyncRead + Unpin> Lines<R> {
@@ -67,53 +58,11 @@ impl<R: AsyncRead + Unpin> Lines<R> {
             }
         });
         Self {
-            read: BufReader::with_capacity(64 * 1024, read),
-            line: Vec::new(),
-            skipping: false,
-            ended: false,
+            read: LineReader::new(read, MAX_LINE),
             pending: None,
             queue: Some(queue),
             writer: Some(writer),
             in_flight: Arc::default(),
-        }
-    }
-
-    /// Reads to the end of a line. Dropping the future loses nothing: what was read stays in `line`.
-    async fn incoming(&mut self) -> Incoming {
-        loop {
-            let available = match self.read.fill_buf().await {
-                Ok(available) => available,
-                // A client whose pipe is broken is gone.
-                Err(_) => return Incoming::End,
-            };
-            if available.is_empty() {
-                // A last line may lack its end.
-                let rest = !self.ended && !self.skipping && !self.line.is_empty();
-                self.ended = true;
-                return if rest { Incoming::Line } else { Incoming::End };
-            }
-            let newline = available.iter().position(|b| *b == b'\n');
-            let length = newline.map_or(available.len(), |at| at.saturating_add(1));
-            let mut too_long = false;
-            if !self.skipping {
-                self.line.extend_from_slice(available.get(..length).unwrap_or_default());
-                // The line break is no part of it.
-                let content = self.line.len().saturating_sub(usize::from(newline.is_some()));
-                too_long = content > MAX_LINE;
-            }
-            self.read.consume(length);
-            let was_skipping = self.skipping;
-            if too_long {
-                self.line = Vec::new();
-                self.skipping = newline.is_none();
-                return Incoming::TooLong;
-            }
-            if newline.is_some() {
-                self.skipping = false;
-                if !was_skipping {
-                    return Incoming::Line;
-                }
-            }
         }
     }
 
@@ -241,20 +190,17 @@ impl<R: AsyncRead + Send + Unpin> Transport<RoleServer> for Lines<R> {
                 room.send(line);
                 self.pending = None;
             }
-            match self.incoming().await {
-                Incoming::End => return None,
-                Incoming::TooLong => {
+            // A client whose pipe is broken is gone.
+            match self.read.next().await.ok()?? {
+                Line::TooLong => {
                     let text = format!("a line is longer than {MAX_LINE} bytes; it was skipped");
                     self.pending = Some(refusal(None, INVALID_REQUEST, &text));
                 }
-                Incoming::Line => {
-                    let line = std::mem::take(&mut self.line);
-                    match self.parse(&line) {
-                        Ok(Some(message)) => return Some(message),
-                        Ok(None) => {}
-                        Err(answer) => self.pending = Some(answer),
-                    }
-                }
+                Line::Whole(line) => match self.parse(&line) {
+                    Ok(Some(message)) => return Some(message),
+                    Ok(None) => {}
+                    Err(answer) => self.pending = Some(answer),
+                },
             }
         }
     }
@@ -273,7 +219,7 @@ impl<R: AsyncRead + Send + Unpin> Transport<RoleServer> for Lines<R> {
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::{AsyncReadExt, DuplexStream};
+    use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader, DuplexStream};
 
     use super::*;
 
@@ -378,7 +324,6 @@ mod tests {
                 say.await.unwrap().read_line(&mut answer).await.unwrap();
                 assert!(answer.contains("longer than 8388608 bytes"), "{answer}");
             }
-            assert!(lines.line.capacity() <= MAX_LINE + (1 << 20));
         }
     }
 
