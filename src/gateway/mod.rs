@@ -41,6 +41,9 @@ pub struct Gateway {
     metrics: Arc<metrics::Metrics>,
     host: HostKind,
     reaper: tokio::task::JoinHandle<()>,
+    /// What HTTP serves instead of the tools.
+    #[cfg(feature = "http")]
+    instead: Option<http::Endpoint>,
 }
 
 impl std::fmt::Debug for Gateway {
@@ -68,13 +71,36 @@ impl Gateway {
                 }
             }
         });
-        Self { sandboxes, metrics: Arc::default(), host, reaper }
+        Self {
+            sandboxes,
+            metrics: Arc::default(),
+            host,
+            reaper,
+            #[cfg(feature = "http")]
+            instead: None,
+        }
     }
 
     /// The MCP server for one caller.
     fn server(&self, caller: &str, keep: bool) -> server::Server {
         let (sandboxes, metrics) = (Arc::clone(&self.sandboxes), Arc::clone(&self.metrics));
         server::Server { sandboxes, metrics, caller: caller.into(), host: self.host, keep }
+    }
+
+    /// Lets HTTP serve another MCP server than the tools, through everything else that is in the way
+    /// of a request: the conformance suite wants tools of its own.
+    #[cfg(feature = "http")]
+    #[doc(hidden)]
+    #[must_use]
+    pub fn instead(mut self, server: impl rmcp::ServerHandler + Clone) -> Self {
+        self.instead = Some(http::endpoint(server));
+        self
+    }
+
+    /// What HTTP serves to one caller.
+    #[cfg(feature = "http")]
+    fn endpoint(&self, caller: &str) -> http::Endpoint {
+        self.instead.clone().unwrap_or_else(|| http::endpoint(self.server(caller, false)))
     }
 
     /// Counters for Prometheus; `in_flight` calls are being answered.

@@ -1,8 +1,8 @@
 // The TypeScript clients of npm: node client_ts.mjs v1|legacy|auto|modern URL, or ... CASULO [ARGS...]
 //
 // v1 is @modelcontextprotocol/sdk, the others @modelcontextprotocol/client in that era. The packages are
-// in NODE_PACKAGES, the token for a URL in CASULO_TOKEN.
-import assert from "node:assert/strict";
+// in NODE_PACKAGES, the token for a URL in CASULO_TOKEN. What it makes and prints is that of driver.py.
+import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
 
@@ -28,30 +28,25 @@ if (target.startsWith("http")) {
 const negotiation = { legacy: {}, auto: { mode: "auto" }, modern: { mode: { pin: "2026-07-28" } } };
 const options = v1 || era === "legacy" ? {} : { versionNegotiation: negotiation[era] };
 const client = new Client({ name: "check", version: "1" }, options);
+// The older SDK tells nobody but its transport.
+let protocol;
+if (v1) {
+  const pass = transport.setProtocolVersion?.bind(transport);
+  transport.setProtocolVersion = (version) => (protocol = version, pass?.(version));
+}
 await client.connect(transport);
 
-const call = async (name, input) => {
-  const result = await client.callTool({ name, arguments: input }, ...(v1 ? [undefined] : []));
-  const text = JSON.parse(result.content[0].text);
-  if (!result.isError) assert.deepEqual(text, result.structuredContent, "both forms hold the same");
-  return { ...text, isError: result.isError ?? false };
-};
-
 const { tools } = await client.listTools();
-assert.ok(tools.some((tool) => tool.name === "execute_code"));
-let result = await call("execute_code", { language: "python", code: "print(6*7)" });
-assert.equal(result.stdout, "42\n");
-assert.equal(result.exit_code, 0);
-result = await call("run_command", { command: "echo err >&2; exit 3" });
-assert.deepEqual([result.stderr, result.exit_code, result.isError], ["err\n", 3, false]);
-const { sandbox_id } = await call("create_sandbox", {});
-await call("write_file", { sandbox_id, path: "a.txt", content: "héllo\n" });
-result = await call("run_command", { sandbox_id, command: "cat a.txt" });
-assert.equal(result.stdout, "héllo\n");
-assert.equal((await call("destroy_sandbox", { sandbox_id })).destroyed, true);
-result = await call("destroy_sandbox", { sandbox_id });
-assert.deepEqual([result.class, result.isError], ["sandbox_not_found", true]);
-result = await call("run_command", { command: "true", timeout_seconds: 601 });
-assert.deepEqual([result.class, result.isError], ["invalid_argument", true]);
+if (!v1) protocol = client.getNegotiatedProtocolVersion();
+const server = client.getServerVersion()?.name;
+console.log(JSON.stringify({ server, protocol, tools: tools.map((tool) => tool.name) }));
+let sandbox = "";
+for (const step of JSON.parse(readFileSync(new URL("calls.json", import.meta.url)))) {
+  const input = Object.fromEntries(Object.entries(step.arguments)
+    .map(([name, value]) => [name, value === "$sandbox_id" ? sandbox : value]));
+  const result = await client.callTool({ name: step.tool, arguments: input });
+  const text = result.content[0].text;
+  sandbox = JSON.parse(text).sandbox_id ?? sandbox;
+  console.log(JSON.stringify({ structured: result.structuredContent ?? null, text, is_error: result.isError ?? false }));
+}
 await client.close();
-console.log("ok");

@@ -12,7 +12,7 @@ from mcp import ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
-from checks import check
+from driver import drive
 
 
 @asynccontextmanager
@@ -31,15 +31,15 @@ async def connect():
 async def main():
     async with connect() as (read, write):
         async with ClientSession(read, write) as session:
-            hello = await session.initialize()
-            assert hello.protocolVersion == "2025-11-25", hello
-            assert hello.serverInfo.name == "casulo", hello
+            server = await session.initialize()
 
             async def call(name, arguments):
                 result = await session.call_tool(name, arguments)
                 return result.structuredContent, result.content[0].text, result.isError
 
-            await check((await session.list_tools()).tools, call)
+            tools = [tool.name for tool in (await session.list_tools()).tools]
+            version = server.protocolVersion
+            await drive({"server": server.serverInfo.name, "protocol": version, "tools": tools}, call)
 
 
 asyncio.run(main())

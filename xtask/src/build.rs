@@ -76,7 +76,7 @@ fn announce() -> Result<()> {
 /// Compiles the programs and puts them into `target/release`.
 fn binaries() -> Result<()> {
     sh::need(&[("gcc", "gcc"), ("/usr/include/stdio.h", "libc6-dev")])?;
-    let mut cargo = Command::new("cargo");
+    let mut cargo = sh::cargo();
     cargo.current_dir(paths::root()).args(["build", "--release"]);
     for program in PROGRAMS {
         cargo.args(["--package", program]);

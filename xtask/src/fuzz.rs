@@ -116,7 +116,7 @@ fn targets() -> Result<Vec<String>> {
 fn build(targets: &[String]) -> Result<()> {
     sh::need(&[("g++", "g++")])?;
     let path = cargo_fuzz()?;
-    let mut command = Command::new("cargo");
+    let mut command = sh::cargo();
     command.current_dir(paths::root()).env("PATH", path);
     // No sanitizer: those need a nightly toolchain.
     command.args(["fuzz", "build", "--sanitizer", "none"]);
@@ -136,7 +136,7 @@ fn cargo_fuzz() -> Result<OsString> {
     let programs = folder.join("bin");
     if !programs.join("cargo-fuzz").exists() {
         eprintln!("compiling cargo-fuzz");
-        let mut install = Command::new("cargo");
+        let mut install = sh::cargo();
         install.args(["install", "--quiet", "--locked", "--root"]).arg(&folder);
         // Outside of the checkout, whose configuration is for static binaries.
         install.args(["cargo-fuzz", "--version", CARGO_FUZZ]).current_dir(std::env::temp_dir());

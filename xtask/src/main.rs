@@ -14,6 +14,7 @@ mod emulated;
 mod fuzz;
 mod images;
 mod kernel;
+mod npm;
 mod paths;
 mod pip;
 mod progress;

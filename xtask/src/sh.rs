@@ -1,11 +1,25 @@
 //! Running other programs, with errors that say what failed and what it printed.
 
 use std::ffi::OsStr;
+use std::io::{Read, Seek};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+
+/// Cargo, without what the cargo that runs this program says about its package: build scripts look at that,
+/// and would run again each time that cargo is called by hand and from here in turn.
+pub(crate) fn cargo() -> Command {
+    let mut cargo = Command::new("cargo");
+    for (name, _) in std::env::vars_os() {
+        let about = ["CARGO_PKG_", "CARGO_MANIFEST_"];
+        if name.to_str().is_some_and(|name| about.iter().any(|begin| name.starts_with(begin))) {
+            cargo.env_remove(name);
+        }
+    }
+    cargo
+}
 
 /// Runs a command with its output on this terminal.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
@@ -19,23 +33,49 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
 /// Like [`run`]; what does not end within `limit` is killed, and that is an error. Use it for what may stand
 /// still, so that the rest of a long run still happens and is seen.
 pub(crate) fn run_within(command: &mut Command, limit: Duration) -> Result<()> {
+    let status = wait(command, limit)?;
+    succeeded(command, status)
+}
+
+/// Like [`run_within`], with what the command printed on its standard output.
+pub(crate) fn output_within(command: &mut Command, limit: Duration) -> Result<String> {
+    let (status, printed) = ended_within(command, limit)?;
+    succeeded(command, status)?;
+    Ok(printed)
+}
+
+/// Like [`output_within`], for a command that may fail.
+pub(crate) fn ended_within(command: &mut Command, limit: Duration) -> Result<(ExitStatus, String)> {
+    // A file, not a pipe: nobody has to read while the command runs.
+    let mut printed = tempfile::tempfile().context("cannot make a temporary file")?;
+    let status = wait(command.stdout(printed.try_clone()?), limit)?;
+    let mut text = Vec::new();
+    printed.rewind()?;
+    printed.read_to_end(&mut text)?;
+    Ok((status, String::from_utf8_lossy(&text).into_owned()))
+}
+
+fn succeeded(command: &Command, status: ExitStatus) -> Result<()> {
+    if !status.success() {
+        bail!("{command:?} failed: {status}");
+    }
+    Ok(())
+}
+
+fn wait(command: &mut Command, limit: Duration) -> Result<ExitStatus> {
     let mut child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
     let deadline = Instant::now() + limit;
-    let status = loop {
+    loop {
         if let Some(status) = child.try_wait()? {
-            break status;
+            return Ok(status);
         }
         if Instant::now() >= deadline {
             child.kill()?;
             child.wait()?;
             bail!("{command:?} was still running after {} s, and was killed", limit.as_secs());
         }
-        std::thread::sleep(Duration::from_millis(100));
-    };
-    if !status.success() {
-        bail!("{command:?} failed: {status}");
+        std::thread::sleep(Duration::from_millis(20));
     }
-    Ok(())
 }
 
 /// Runs a command quietly and gives its standard output; an error holds the end of its stderr.
@@ -115,5 +155,8 @@ mod tests {
         run_within(&mut Command::new("true"), limit).unwrap();
         let error = run_within(&mut Command::new("false"), limit).unwrap_err();
         assert!(error.to_string().contains("exit status: 1"), "{error}");
+        let (status, printed) =
+            ended_within(Command::new("sh").args(["-c", "echo said; exit 5"]), limit).unwrap();
+        assert_eq!((status.code(), printed.as_str()), (Some(5), "said\n"));
     }
 }

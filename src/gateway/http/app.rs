@@ -1,6 +1,7 @@
 //! From a request to its answer.
 
 use std::convert::Infallible;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -11,6 +12,7 @@ use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::{Body as _, Bytes, Incoming};
 use hyper::header::{ALLOW, CONNECTION, CONTENT_TYPE, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use hyper::{Method, Request, Response, StatusCode};
+use rmcp::ServerHandler;
 use rmcp::model::{ClientJsonRpcMessage, ClientRequest, ErrorData, JsonRpcError, RequestId};
 use rmcp::transport::streamable_http_server::session::local::{LocalSessionManager, SessionConfig};
 use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
@@ -18,7 +20,6 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::super::Gateway;
-use super::super::server::Server;
 use super::auth::{Callers, Entry};
 use super::origin::{Foreign, Names};
 
@@ -37,9 +38,28 @@ const LOCAL: &str = "local";
 
 pub(super) type Body = BoxBody<Bytes, Infallible>;
 
+/// Answers requests to the MCP endpoint.
+type Mcp = Box<dyn Fn(Request<Full<Bytes>>) -> BoxFuture<Response<Body>> + Send + Sync>;
+type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+/// Makes it, for some sessions.
+pub(in super::super) type Endpoint =
+    Arc<dyn Fn(Arc<LocalSessionManager>, StreamableHttpServerConfig) -> Mcp + Send + Sync>;
+
+/// The endpoint of an MCP server of any kind.
+pub(in super::super) fn endpoint(server: impl ServerHandler + Clone) -> Endpoint {
+    Arc::new(move |sessions, config| {
+        let server = server.clone();
+        let service = StreamableHttpService::new(move || Ok(server.clone()), sessions, config);
+        Box::new(move |request| {
+            let service = service.clone();
+            Box::pin(async move { service.handle(request).await })
+        })
+    })
+}
+
 /// A caller and its MCP sessions, which nobody else can name.
 struct Caller {
-    mcp: StreamableHttpService<Server, LocalSessionManager>,
+    mcp: Mcp,
     sessions: Arc<LocalSessionManager>,
 }
 
@@ -56,9 +76,7 @@ impl Caller {
             .disable_allowed_origins()
             .with_max_request_body_bytes(MAX_BODY)
             .with_cancellation_token(cancel.clone());
-        let server = gateway.server(name, false);
-        let factory = move || Ok(server.clone());
-        let mcp = StreamableHttpService::new(factory, Arc::clone(&sessions), config);
+        let mcp = gateway.endpoint(name)(Arc::clone(&sessions), config);
         Arc::new(Self { mcp, sessions })
     }
 }
@@ -182,7 +200,8 @@ impl App {
     async fn mcp(self: &Arc<Self>, caller: &Caller, request: Request<Incoming>) -> Response<Body> {
         if request.method() != Method::POST {
             let end = request.method() == Method::DELETE;
-            let mut response = caller.mcp.handle(request).await;
+            // Its body, if any, means nothing.
+            let mut response = (caller.mcp)(request.map(|_| Full::default())).await;
             // The session has ended by now; some clients take "accepted" for a failure.
             if end && response.status() == StatusCode::ACCEPTED {
                 *response.status_mut() = StatusCode::NO_CONTENT;
@@ -216,7 +235,7 @@ impl App {
                            client of MCP 2026-07-28, which needs none";
             return problem(StatusCode::TOO_MANY_REQUESTS, ErrorClass::Capacity, message);
         }
-        let response = caller.mcp.handle(Request::from_parts(head, Full::new(body))).await;
+        let response = (caller.mcp)(Request::from_parts(head, Full::new(body))).await;
         // The answer may be a stream; the call ends with it.
         response.map(|body| {
             body.map_frame(move |frame| {

@@ -42,6 +42,7 @@ pub use tls::TlsError;
 
 use super::Gateway;
 use app::App;
+pub(super) use app::{Endpoint, endpoint};
 use listen::{Listener, Stream};
 use origin::Names;
 

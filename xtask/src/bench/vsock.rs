@@ -1,7 +1,6 @@
 //! `cargo xtask bench vsock`: one guest kernel and one guest program, behind two VMMs.
 
 use std::fs;
-use std::process::Command;
 
 use anyhow::Result;
 
@@ -38,7 +37,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     if !args.no_build {
         build::everything()?;
     }
-    let mut cargo = Command::new("cargo");
+    let mut cargo = sh::cargo();
     cargo.current_dir(paths::root()).args(["build", "--release", "--quiet"]);
     sh::run(cargo.args(["--package", "casulo-vmm", "--example", "vsock_guest"]))?;
     let stage = Stage::new()?;

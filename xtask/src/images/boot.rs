@@ -59,7 +59,7 @@ pub(super) fn volume(init: Vec<u8>) -> Result<Vec<u8>> {
 }
 
 fn cargo() -> Command {
-    let mut cargo = Command::new("cargo");
+    let mut cargo = sh::cargo();
     cargo.args(["build", "--quiet", "--release", "--package", "casulo-agent"]);
     cargo.current_dir(paths::root());
     cargo

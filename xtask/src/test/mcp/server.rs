@@ -1,5 +1,6 @@
 //! A `casulo serve` for clients that nobody here wrote.
 
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::path::Path;
@@ -24,13 +25,26 @@ impl Server {
         let folder = tempfile::tempdir()?;
         let (file, token) = (folder.path().join("tokens"), "f".repeat(64));
         write_private(&file, &format!("client {token}\n"))?;
+        Self::with(casulo, token, folder, &["--token-file".as_ref(), file.as_ref()])
+    }
+
+    /// One that lets everybody on this machine call.
+    pub(crate) fn without_token(casulo: &Path) -> Result<Self> {
+        Self::with(casulo, String::new(), tempfile::tempdir()?, &["--no-token".as_ref()])
+    }
+
+    fn with(
+        casulo: &Path,
+        token: String,
+        folder: tempfile::TempDir,
+        arguments: &[&OsStr],
+    ) -> Result<Self> {
         // Free a moment ago; the emulated host cannot tell which one it took.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let host = if build::kvm_works() { "native" } else { "emulated" };
         let mut child = Command::new(casulo)
             .args(["serve", "--host", host, "--listen", &format!("127.0.0.1:{port}")])
-            .arg("--token-file")
-            .arg(&file)
+            .args(arguments)
             .stdin(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
@@ -40,8 +54,7 @@ impl Server {
         for line in lines.by_ref() {
             let line = line?;
             eprintln!("{line}");
-            if let Some((_, url)) = line.split_once("serving MCP at ") {
-                let url = url.to_owned();
+            if let Some(url) = served(&line) {
                 std::thread::spawn(move || {
                     lines.map_while(Result::ok).for_each(|l| eprintln!("{l}"))
                 });
@@ -78,6 +91,12 @@ impl Drop for Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// The address in a line that says that a server serves.
+pub(super) fn served(line: &str) -> Option<String> {
+    let (_, url) = line.split_once("serving MCP at ")?;
+    url.split([';', ' ']).next().map(str::to_owned)
 }
 
 fn terminate(child: &Child) -> Result<()> {
