@@ -184,7 +184,8 @@ pub(super) struct Rate {
 
 impl Rate {
     pub(super) fn new(per_minute: u32, burst: u32) -> Self {
-        Self { per_minute, burst, buckets: Mutex::default() }
+        // A whole minute's calls are the most that may come at once.
+        Self { per_minute, burst: burst.min(per_minute), buckets: Mutex::default() }
     }
 
     /// Whether `caller` may call at `now`; if not, how long until it may.
@@ -298,6 +299,13 @@ mod tests {
         for one in waiting {
             assert!(one.await.unwrap());
         }
+    }
+
+    #[test]
+    fn no_more_calls_come_at_once_than_in_a_minute() {
+        let (rate, a, now) = (Rate::new(20, 200), caller("a"), Instant::now());
+        let taken = (0..200).filter(|_| rate.take(&a, now).is_ok()).count();
+        assert_eq!(taken, 20);
     }
 
     #[test]

@@ -24,6 +24,10 @@ fn token(name: &str) -> String {
 
 impl Server {
     fn start(listen: &str) -> Self {
+        Self::with(listen, &[])
+    }
+
+    fn with(listen: &str, more: &[&str]) -> Self {
         let folder = folder();
         let tokens = folder.path().join("tokens");
         let mut options = std::fs::OpenOptions::new();
@@ -32,7 +36,7 @@ impl Server {
             writeln!(file, "{name} {}", token(name)).unwrap();
         }
         let mut command = casulo(["serve", "--host", "native", "--listen", listen]);
-        command.arg("--token-file").arg(&tokens);
+        command.args(more).arg("--token-file").arg(&tokens);
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
         let url = lines.find_map(|line| {
@@ -111,6 +115,47 @@ fn http_a_cancelled_call_is_killed_in_the_guest_and_the_server_ends_with_sandbox
     assert!(ana.others().is_empty(), "a cancelled call has no answer");
     server.end();
     assert!(!folder.path().join("socket").exists());
+}
+
+#[test]
+fn http_a_caller_who_takes_all_it_can_get_starves_nobody() {
+    let limits = ["--memory", "256", "--max-sandboxes", "4", "--max-calls", "2"];
+    let rate = ["--max-calls-per-minute", "20"];
+    let server = Server::with("127.0.0.1:0", &[&limits[..], &rate].concat());
+    let (mut ana, mut bob) = (server.client("ana"), server.client("bob"));
+
+    // Half of all sandboxes are one caller's at most.
+    let sandboxes = [ana.sandbox(), ana.sandbox()];
+    let error = ana.bad("create_sandbox", json!({}), "capacity");
+    assert!(sandboxes.iter().all(|id| error.contains(id)), "{error}");
+    let bobs = bob.sandbox();
+    bob.sandbox();
+    let error = bob.bad("create_sandbox", json!({}), "capacity");
+    assert!(error.contains(&bobs), "{error}");
+    assert!(!sandboxes.iter().any(|id| error.contains(id)), "others' ids are told: {error}");
+
+    // So are half of all calls. The last of these starts when the others have ended.
+    let wait = json!({"sandbox_id": sandboxes[0], "command": "sleep 3"});
+    let waiting: Vec<u64> = (0..5).map(|_| ana.begin("run_command", wait.clone())).collect();
+    assert_eq!(bob.bash(&bobs, "echo served")["stdout"], "served\n");
+    let answered = ana.others();
+    assert!(answered.len() < waiting.len(), "bob had to wait until ana had all: {answered:?}");
+    let seen = |id: &u64| answered.iter().any(|message| message["id"] == *id);
+    for id in waiting.iter().filter(|id| !seen(id)) {
+        assert!(!ana.result(*id).0);
+    }
+
+    // Whoever calls too often is told when to come again; the others are not.
+    let list = json!({"sandbox_id": sandboxes[1]});
+    let refused = (0..60).map(|_| ana.call("list_files", list.clone())).find(|(error, _)| *error);
+    let (_, error) = refused.expect("sixty calls and more in a minute");
+    assert_eq!(error["class"], "capacity", "{error}");
+    assert_eq!(bob.bash(&bobs, "echo again")["stdout"], "again\n");
+    // What frees something is never refused.
+    ana.good("destroy_sandbox", json!({"sandbox_id": sandboxes[1]}));
+    ana.end();
+    bob.end();
+    server.end();
 }
 
 #[test]

