@@ -8,6 +8,7 @@ use anyhow::Result;
 use clap::Subcommand;
 
 mod boot;
+mod call;
 mod fs;
 mod inside;
 mod measure;
@@ -34,6 +35,11 @@ enum What {
     Vsock(vsock::Args),
     /// Files of a share, beside virtiofsd and beside the host itself
     Fs(fs::Args),
+    /// From a client's request to the answer, over stdio and HTTP
+    Call(call::Args),
+    /// The part of `call` that runs beside the microVMs
+    #[command(hide = true)]
+    CallInside(call::inside::Args),
     /// The part of `fs` that runs beside the microVMs
     #[command(hide = true)]
     FsInside(fs::inside::Args),
@@ -51,6 +57,8 @@ enum What {
 pub(crate) fn run(args: Args) -> Result<()> {
     match args.what {
         What::Boot(args) => boot::run(args),
+        What::Call(args) => call::run(args),
+        What::CallInside(args) => call::inside::run(args),
         What::Inside(args) => inside::run(args),
         What::Fs(args) => fs::run(args),
         What::FsInside(args) => fs::inside::run(args),
