@@ -77,13 +77,6 @@ impl Server {
             FileType::Symlink => return Err(Errno::LOOP),
             _ => return Err(Errno::PERM),
         }
-        if !changes && self.share(node)?.is_fixed() && !node.is_share_root() {
-            if let Some(fd) = self.handles.shared(id, true, false) {
-                return Ok(fd);
-            }
-            self.handles.check_room()?;
-            return self.open_fixed(id).map(Arc::new);
-        }
         let path = self.reach(id)?;
         if changes {
             // The host's kernel takes set-id bits away at a write only where this process has no

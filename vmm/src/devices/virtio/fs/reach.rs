@@ -89,7 +89,7 @@ fn open_child(folder: impl AsFd, name: &Name) -> Result<OwnedFd, Errno> {
 }
 
 /// What a place that no longer holds the file answers.
-pub(super) fn stale(error: Errno) -> Errno {
+fn stale(error: Errno) -> Errno {
     match error {
         Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV => Errno::STALE,
         other => other,

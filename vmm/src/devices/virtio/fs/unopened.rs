@@ -8,15 +8,13 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use rustix::fs::{FileType, Mode, OFlags, openat2};
+use rustix::fs::FileType;
 use rustix::io::Errno;
 
 use super::abi::flag;
 use super::handle::{Open, OpenFile};
 use super::io::Access;
 use super::lookup::PERMISSIONS;
-use super::node::{kind_of, stat_fd};
-use super::reach::{RESOLVE, stale};
 use super::server::{Server, ShareState};
 
 /// The handle with which the guest reads what it has opened itself. No other handle has this number.
@@ -131,24 +129,5 @@ impl Server {
             self.unopened.insert(id, open);
         }
         self.unopened.get(id).ok_or(Errno::BADF)
-    }
-
-    /// Opens a regular file of a share that does not change for reading, by its name: without a path
-    /// descriptor first, which only matters where something else can take its place meanwhile. Then what
-    /// was opened is refused; that it has been opened, without waiting, is all that can happen.
-    pub(super) fn open_fixed(&mut self, id: u64) -> Result<OwnedFd, Errno> {
-        let parent = self.nodes.get(id)?.place().ok_or(Errno::STALE)?.0;
-        let folder = self.reach(parent)?;
-        let node = self.nodes.get(id)?;
-        let (_, name) = node.place().ok_or(Errno::STALE)?;
-        let flags =
-            OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let fd = openat2(&folder, name.as_c_str(), flags, Mode::empty(), RESOLVE).map_err(stale)?;
-        let stat = stat_fd(&fd)?;
-        if node.is(&stat) && kind_of(&stat) == FileType::RegularFile {
-            Ok(fd)
-        } else {
-            Err(Errno::STALE)
-        }
     }
 }

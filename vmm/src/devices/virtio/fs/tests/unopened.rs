@@ -1,5 +1,7 @@
 //! Reading without a handle.
 
+use rustix::fs::inotify;
+
 use super::*;
 
 #[test]
@@ -103,6 +105,26 @@ fn few_descriptors_are_kept_and_none_of_what_is_forgotten() {
         assert!(world.read(*node, 0, 0, 100).is_err());
     }
     assert_eq!(world.server.unopened.len(), 0);
+}
+
+#[test]
+fn a_fifo_that_takes_the_place_of_a_file_is_not_opened() {
+    let mut world = World::new();
+    let path = world.path("ro/sub/new");
+    fs::write(&path, "file").unwrap();
+    let node = world.node("ro/sub/new");
+    fs::remove_file(&path).unwrap();
+    let (kind, mode) = (rustix::fs::FileType::Fifo, Mode::from_raw_mode(0o666));
+    rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).unwrap();
+    let watch = inotify::init(inotify::CreateFlags::NONBLOCK).unwrap();
+    inotify::add_watch(&watch, &path, inotify::WatchFlags::OPEN).unwrap();
+    assert_eq!(world.read(node, 0, 0, 100).unwrap_err(), Errno::STALE);
+    assert_eq!(world.open(node, libc::O_RDONLY).unwrap_err(), Errno::STALE);
+    let mut events = [0; 256];
+    assert_eq!(rustix::io::read(&watch, &mut events), Err(Errno::AGAIN), "it was opened");
+    // The watch does see an open.
+    drop(fs::File::options().read(true).write(true).open(&path).unwrap());
+    assert!(rustix::io::read(&watch, &mut events).unwrap() > 0);
 }
 
 #[test]
