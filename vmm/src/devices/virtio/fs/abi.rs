@@ -193,6 +193,14 @@ pub(super) mod init {
     pub(in super::super) const CACHE_SYMLINKS: u32 = 1 << 23;
     pub(in super::super) const SUBMOUNTS: u32 = 1 << 27;
     pub(in super::super) const HANDLE_KILLPRIV_V2: u32 = 1 << 28;
+    /// There is a second word of features.
+    pub(in super::super) const INIT_EXT: u32 = 1 << 30;
+
+    /// In the second word, not upstream (see `kernel-config/patches`): forgets come late and many at a time.
+    pub(in super::super) const BATCH_FORGETS: u32 = 1 << 29;
+    /// In the second word, not upstream: a listing ends where a reply had room for one more entry with the
+    /// longest name.
+    pub(in super::super) const WHOLE_LISTINGS: u32 = 1 << 30;
 }
 
 /// Flags inside of requests and replies.

@@ -2,6 +2,9 @@
 //!
 //! The place in a listing is the host file system's own cookie, so nothing is kept between requests
 //! but the descriptor and where it stands.
+//!
+//! A reply ends only where the next entry does not fit, or at the end of the folder: Casulo's guest kernel
+//! (`FUSE_WHOLE_LISTINGS`, a patch in `kernel-config`) takes a reply with room left for the end.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
@@ -27,6 +30,8 @@ const BUFFER: (usize, usize) = (1024, 32 << 10);
 /// Collects entries up to a size.
 struct Listing {
     bytes: Vec<u8>,
+    /// Of its entries, each with a lookup.
+    nodes: Vec<u64>,
     most: usize,
     plus: bool,
 }
@@ -43,6 +48,7 @@ impl Listing {
         let (ino, offset, kind) = dirent;
         if self.plus {
             entry.put(&mut self.bytes);
+            self.nodes.extend((entry.node != 0).then_some(entry.node));
         }
         let name_len = u32::try_from(name.len()).unwrap_or(0);
         // As in a mode, without the permissions.
@@ -82,7 +88,8 @@ impl Server {
     ) -> Result<(), Errno> {
         let wanted: ReadIn = input.take()?;
         let most = (wanted.size as usize).min(output.memory().left()).min(MAX_REPLY);
-        let mut listing = Listing { bytes: Vec::new(), most, plus };
+        let (bytes, nodes) = (Vec::with_capacity(most), Vec::new());
+        let mut listing = Listing { bytes, nodes, most, plus };
         if wanted.handle != NO_HANDLE && matches!(self.handles.get(wanted.handle, id)?, Open::Root)
         {
             self.list_shares(wanted.offset, &mut listing)?;
@@ -125,9 +132,9 @@ impl Server {
         self.listed_dir(handle, id)?;
         let at_root = self.folder(id)?.is_share_root();
         let (fd, position) = self.listed_dir(handle, id)?;
-        if *position != offset {
+        // Until this has ended well, nobody knows where the descriptor stands. No cookie has this value.
+        if std::mem::replace(position, u64::MAX) != offset {
             seek(&**fd, SeekFrom::Start(offset))?;
-            *position = offset;
         }
         // An entry of the guest's with attributes is some five times as large as one of the host's.
         let share_of_reply = if listing.plus { listing.most / 4 } else { listing.most };
@@ -135,14 +142,20 @@ impl Server {
         // The table of handles must not stay borrowed while children are looked up.
         let fd = fd.clone();
         let mut last = offset;
-        let mut full = false;
         let mut entries = RawDir::new(fd.as_fd(), &mut buffer);
         while let Some(entry) = entries.next() {
-            let entry = entry?;
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(error) => {
+                    // The guest does not get to know of these lookups.
+                    listing.nodes.drain(..).for_each(|node| self.forget_node(node, 1));
+                    return Err(error);
+                }
+            };
             let name = entry.file_name().to_bytes();
             if !listing.fits(name) {
-                full = true;
-                break;
+                // An empty reply would mean the end. The descriptor stands further on than the guest.
+                return if listing.bytes.is_empty() { Err(Errno::INVAL) } else { Ok(()) };
             }
             let cookie = entry.next_entry_cookie();
             let dots = name == b"." || name == b"..";
@@ -150,22 +163,14 @@ impl Server {
             let ino = if name == b".." && at_root { ROOT_ID } else { entry.ino() };
             let plus = if listing.plus && !dots && !self.nodes.is_crowded() {
                 // Without a node, the guest looks the name up when it needs it, and meets the error.
-                Name::new(name).and_then(|name| self.look_up_child(id, &name)).unwrap_or_default()
+                Name::new(name).and_then(|name| self.look_up_in(id, &fd, &name)).unwrap_or_default()
             } else {
                 EntryOut::default()
             };
             listing.push(&plus, (ino, cookie, entry.file_type()), name);
             last = cookie;
-            if entries.is_buffer_empty() {
-                break;
-            }
         }
-        if full && listing.bytes.is_empty() {
-            return Err(Errno::INVAL);
-        }
-        // If entries were read but left out, the descriptor stands further on than the guest. No
-        // cookie has this value.
-        *self.listed_dir(handle, id)?.1 = if full { u64::MAX } else { last };
+        *self.listed_dir(handle, id)?.1 = last;
         Ok(())
     }
 

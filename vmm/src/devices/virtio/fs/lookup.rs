@@ -1,5 +1,7 @@
 //! Nodes and their attributes: LOOKUP, GETATTR, READLINK, STATFS.
 
+use std::os::fd::OwnedFd;
+
 use rustix::fs::{FileType, Statx, StatxTimestamp, fstatfs, readlinkat};
 use rustix::io::Errno;
 
@@ -111,7 +113,17 @@ impl Server {
     pub(super) fn look_up_child(&mut self, parent: u64, name: &Name) -> Result<EntryOut, Errno> {
         self.folder(parent)?;
         let folder = self.reach(parent)?;
-        let stat = self.share(self.nodes.get(parent)?)?.stat_child(&folder, name)?;
+        self.look_up_in(parent, &folder, name)
+    }
+
+    /// As [`Self::look_up_child`], in a folder that is open as `fd`.
+    pub(super) fn look_up_in(
+        &mut self,
+        parent: u64,
+        fd: &OwnedFd,
+        name: &Name,
+    ) -> Result<EntryOut, Errno> {
+        let stat = self.share(self.nodes.get(parent)?)?.stat_child(fd, name)?;
         self.look_up_stat(parent, name, &stat)
     }
 

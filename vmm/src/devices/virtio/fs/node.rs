@@ -11,6 +11,7 @@
 //! before, from [`Limits::soft`] on, the guest is told not to keep names, so that it forgets them.
 
 use std::collections::HashMap;
+use std::hash::{Hash, Hasher};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
@@ -91,13 +92,21 @@ impl Node {
 }
 
 /// What makes two files the same node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Identity {
     device: u64,
     inode: u64,
     share: u16,
     /// Part of it because no node may change its type, whatever numbers a file system uses again.
     kind: u16,
+}
+
+impl Hash for Identity {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        // In one piece, which the standard hasher takes in half the time.
+        let rest = u64::from(self.share) << 16 | u64::from(self.kind);
+        state.write([self.device, self.inode, rest].map(u64::to_le_bytes).as_flattened());
+    }
 }
 
 impl Identity {

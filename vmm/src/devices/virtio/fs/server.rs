@@ -50,7 +50,11 @@ const FEATURES: u32 = init::ASYNC_READ
     | init::MAX_PAGES
     | init::CACHE_SYMLINKS
     | init::SUBMOUNTS
-    | init::HANDLE_KILLPRIV_V2;
+    | init::HANDLE_KILLPRIV_V2
+    | init::INIT_EXT;
+/// The same in the second word. No node holds a descriptor, so it does no harm if forgets come late; and
+/// replies of `dir` end early only at the end.
+const FEATURES2: u32 = init::BATCH_FORGETS | init::WHOLE_LISTINGS;
 
 /// A share in service.
 #[derive(Debug)]
@@ -369,6 +373,8 @@ impl Server {
 
     fn init(&mut self, input: &mut Cursor<'_>, output: &mut Output<'_>) -> Result<(), Errno> {
         let wanted: InitIn = input.take()?;
+        let second = wanted.flags & init::INIT_EXT != 0;
+        let flags2 = if second { input.take::<u32>().unwrap_or(0) & FEATURES2 } else { 0 };
         self.reset();
         if wanted.major < MAJOR {
             return Err(Errno::PROTO);
@@ -393,6 +399,7 @@ impl Server {
             max_write: MAX_DATA,
             time_gran: 1,
             max_pages: MAX_PAGES,
+            flags2,
             ..InitOut::default()
         });
         Ok(())

@@ -135,7 +135,7 @@ impl World {
 
     pub(super) fn init(&mut self) -> InitOut {
         let body = bytes_of(&InitIn { major: 7, minor: 41, max_readahead: 1 << 17, flags: !0 });
-        let reply = self.call(op::INIT, 0, &[&body, &[0; 48]]).unwrap();
+        let reply = self.call(op::INIT, 0, &[&body, &[0xff; 48]]).unwrap();
         InitOut::parse(&reply).unwrap()
     }
 
@@ -266,15 +266,20 @@ impl World {
         Ok(OpenOut::parse(&reply).unwrap().handle)
     }
 
-    /// A whole listing in replies of `size` bytes: names, and nodes if they were given.
+    /// A whole listing in replies of `size` bytes: names, and nodes if they were given. A reply with room
+    /// for one more entry must be the last.
     pub(super) fn list(&mut self, node: u64, plus: bool, size: u32) -> Vec<(String, u64)> {
         let handle = self.opendir(node).unwrap();
         let (mut all, mut offset) = (Vec::new(), 0);
         let op = if plus { op::READDIRPLUS } else { op::READDIR };
+        let most = 256 + Dirent::SIZE + if plus { EntryOut::SIZE } else { 0 };
+        let mut ended = false;
         loop {
             let body = bytes_of(&ReadIn { handle, offset, size, ..Default::default() });
             let reply = self.call(op, node, &[&body]).unwrap();
             assert!(reply.len() <= size as usize);
+            assert!(!ended || reply.is_empty(), "{} bytes behind the end", reply.len());
+            ended = reply.len() + most <= size as usize;
             let mut rest = &reply[..];
             if rest.is_empty() {
                 break;

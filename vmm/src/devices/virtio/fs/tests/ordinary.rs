@@ -9,6 +9,7 @@ fn init_agrees_on_large_requests_and_submounts() {
     assert_eq!((reply.major, reply.minor, reply.max_write), (7, 38, 1 << 20));
     assert_eq!(reply.max_pages, 256);
     assert_ne!(reply.flags & init::SUBMOUNTS, 0);
+    assert_eq!(reply.flags2, init::BATCH_FORGETS | init::WHOLE_LISTINGS);
     // Write-back caching, and everything else that is not known here.
     assert_eq!(reply.flags & (1 << 16), 0);
     assert_eq!(reply.flags & (1 << 31), 0);
@@ -21,6 +22,12 @@ fn other_versions_are_refused_or_talked_down() {
     assert_eq!(world.call(op::INIT, 0, &[&old]).unwrap_err(), Errno::PROTO);
     assert_eq!(world.lookup(ROOT_ID, "rw").unwrap_err(), Errno::IO, "not agreed");
     let new = bytes_of(&InitIn { major: 8, minor: 0, max_readahead: 0, flags: 0 });
+    let reply = world.call(op::INIT, 0, &[&new]).unwrap();
+    assert_eq!(InitOut::parse(&reply).unwrap().major, 7);
+    // A guest that offers no second word gets none.
+    let plain = bytes_of(&InitIn { major: 7, minor: 38, max_readahead: 0, flags: 0 });
+    let reply = world.call(op::INIT, 0, &[&plain, &[0xff; 48]]).unwrap();
+    assert_eq!(InitOut::parse(&reply).unwrap().flags2, 0);
     let reply = world.call(op::INIT, 0, &[&new]).unwrap();
     assert_eq!(InitOut::parse(&reply).unwrap().major, 7);
     assert_eq!(world.lookup(ROOT_ID, "rw").unwrap_err(), Errno::IO);
@@ -166,6 +173,13 @@ fn listings_are_whole_at_any_size_of_reply() {
         let mut names: Vec<_> = world.list(node, plus, size).into_iter().map(|one| one.0).collect();
         names.sort();
         assert_eq!(names, expected, "{plus} {size}");
+    }
+    let long = world.node("rw");
+    for number in 0..200 {
+        fs::write(world.path(&format!("rw/{number:0>255}")), "").unwrap();
+    }
+    for (plus, size) in [(false, 4096), (true, 4096), (true, 32768), (true, 131072)] {
+        assert_eq!(world.list(long, plus, size).len(), 207, "{plus} {size}");
     }
     let nodes = world.list(node, true, 4096);
     assert!(nodes.iter().all(|(name, id)| (*id == 0) == name.starts_with('.')));
