@@ -67,6 +67,20 @@ pub(super) struct Plan {
     pub(super) emulated: bool,
     /// Only contenders with this in their names.
     pub(super) only: Option<String>,
+    /// Only these measures; none: all.
+    pub(super) measures: Vec<usize>,
+}
+
+impl Plan {
+    /// Options of the workload.
+    fn options(&self) -> Vec<String> {
+        let mut options = vec!["--runs".to_owned(), self.runs.to_string()];
+        if !self.measures.is_empty() {
+            let numbers: Vec<String> = self.measures.iter().map(usize::to_string).collect();
+            options.extend(["--measures".to_owned(), numbers.join(",")]);
+        }
+        options
+    }
 }
 
 /// What was measured of one contender; a line on standard output.
@@ -120,7 +134,7 @@ impl Bench<'_> {
         match &contender.kind {
             Kind::Host => {
                 let mut command = Command::new(self.shared.join("ro/xtask"));
-                command.args(["bench", "fs-workload", "--runs", &self.plan.runs.to_string()]);
+                command.args(["bench", "fs-workload"]).args(self.plan.options());
                 command.args([self.shared.join("rw"), self.shared.join("ro")]);
                 report(&mut command)
             }
@@ -140,8 +154,8 @@ impl Bench<'_> {
         command.arg(MEMORY_MIB.to_string()).args(options);
         command.arg("--input").arg(self.shared.join("ro"));
         command.arg("--output").arg(self.shared.join("rw"));
-        command.args(["--", "/workspace/input/xtask", "bench", "fs-workload", "--runs"]);
-        command.arg(self.plan.runs.to_string());
+        command.args(["--", "/workspace/input/xtask", "bench", "fs-workload"]);
+        command.args(self.plan.options());
         if !options.is_empty() {
             command.arg("--only-read");
         }
@@ -193,8 +207,8 @@ impl Bench<'_> {
         qemu.arg("-append").arg(format!(
             "console=ttyS0 quiet reboot=t panic=-1 random.trust_cpu=on tsc=reliable no_timer_check \
              noreplace-smp 8250.nr_uarts=1 root=/dev/vda rootfstype=erofs ro init=/init bench \
-             fs-workload --runs {} --mount {TAG} /run/rw /run/ro",
-            self.plan.runs
+             fs-workload {} --mount {TAG} /run/rw /run/ro",
+            self.plan.options().join(" ")
         ));
         report(&mut qemu)
     }

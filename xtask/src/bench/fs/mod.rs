@@ -12,6 +12,7 @@ use super::stage::{Clock, Stage, gather_all, print};
 use super::table::{median, render};
 use crate::{build, images, paths, sh};
 
+mod confine;
 pub(super) mod inside;
 mod pvh;
 pub(super) mod workload;
@@ -36,6 +37,9 @@ pub(crate) struct Args {
     /// Only contenders with this in their names
     #[arg(long, value_name = "NAME")]
     only: Option<String>,
+    /// Only measures with this in their names
+    #[arg(long, value_name = "NAME")]
+    measure: Option<String>,
     /// Measure what is there, without building anything
     #[arg(long)]
     no_build: bool,
@@ -56,11 +60,22 @@ pub(crate) fn run(args: Args) -> Result<()> {
         runs: args.runs,
         emulated: stage.emulated,
         only: args.only.clone(),
+        measures: chosen(args.measure.as_deref())?,
     };
     let clock = stage.clock(!args.wall);
     let mut command = stage.command("fs-inside", &plan, clock, HOST_MEMORY_MIB)?;
     let measured: Vec<Measured> = gather_all(&mut command, |_| ())?;
-    print(&measured, args.json, || Ok(describe(&measured, args.runs, clock)))
+    print(&measured, args.json, || Ok(describe(&measured, &plan.measures, args.runs, clock)))
+}
+
+/// Numbers of the measures with `name` in their names; all of them is none.
+fn chosen(name: Option<&str>) -> Result<Vec<usize>> {
+    let Some(name) = name else { return Ok(Vec::new()) };
+    let all = MEASURES.iter().enumerate();
+    let numbers: Vec<usize> =
+        all.filter(|(_, measure)| measure.name.contains(name)).map(|(index, _)| index).collect();
+    anyhow::ensure!(!numbers.is_empty(), "no measure has {name:?} in its name");
+    Ok(numbers)
 }
 
 /// Debian 12's virtiofsd, the C version of QEMU 7.2, and QEMU itself.
@@ -82,12 +97,13 @@ fn rate(measured: &[Measured], contender: &str, index: usize, measure: &Measure)
     median(&seconds).map(|seconds| measure.amount / seconds)
 }
 
-fn describe(measured: &[Measured], runs: u32, clock: Clock) -> String {
+fn describe(measured: &[Measured], chosen: &[usize], runs: u32, clock: Clock) -> String {
     let (second, what) = clock.second();
     let mut text = format!(
         "\nFiles of a share on a tmpfs: the same program and guest kernel, 1 vCPU, median of {runs} \
          runs ({what}). virtiofsd is that of QEMU 7.2 under its microvm machine, with its default of no \
-         thread pool.\n\n"
+         thread pool; there the program is process 1, behind the same control groups and seccomp filter \
+         as a command of Casulo's.\n\n"
     );
     let mut notes = String::new();
     for of in measured {
@@ -107,6 +123,7 @@ fn describe(measured: &[Measured], runs: u32, clock: Clock) -> String {
     let rows: Vec<Vec<String>> = MEASURES
         .iter()
         .enumerate()
+        .filter(|(index, _)| chosen.is_empty() || chosen.contains(index))
         .map(|(index, measure)| {
             let rates: Vec<Option<f64>> =
                 CONTENDERS.iter().map(|c| rate(measured, c.name, index, measure)).collect();

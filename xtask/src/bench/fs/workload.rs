@@ -7,11 +7,14 @@ use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::fs::{Advice, Mode, OFlags, Timespec, Timestamps};
 use rustix::mount::MountFlags;
 use serde::{Deserialize, Serialize};
+
+use super::confine;
 
 /// Bytes of the large file.
 const BIG: usize = 16 << 20;
@@ -41,6 +44,9 @@ pub(crate) struct Args {
     /// Measure only what is read
     #[arg(long)]
     only_read: bool,
+    /// Numbers of the only measures to take
+    #[arg(long, value_delimiter = ',')]
+    measures: Vec<usize>,
 }
 
 /// What a measure's amount is counted in.
@@ -55,12 +61,12 @@ pub(super) struct Measure {
     pub(super) name: &'static str,
     pub(super) unit: Unit,
     pub(super) amount: f64,
-    /// Whether only the folder to read from is used.
+    /// Whether it works in the folder to read from, instead of that to write to.
     pub(super) reads: bool,
-    work: fn(&Folders) -> Result<u64>,
+    work: fn(&Files) -> Result<u64>,
 }
 
-const fn stream(name: &'static str, reads: bool, work: fn(&Folders) -> Result<u64>) -> Measure {
+const fn stream(name: &'static str, reads: bool, work: fn(&Files) -> Result<u64>) -> Measure {
     Measure { name, unit: Unit::Mebibytes, amount: (BIG >> 20) as f64, reads, work }
 }
 
@@ -68,7 +74,7 @@ const fn operations(
     name: &'static str,
     amount: usize,
     reads: bool,
-    work: fn(&Folders) -> Result<u64>,
+    work: fn(&Files) -> Result<u64>,
 ) -> Measure {
     Measure { name, unit: Unit::Operations, amount: amount as f64, reads, work }
 }
@@ -76,27 +82,23 @@ const fn operations(
 /// All of them, in the order in which they are measured. "Cold" is after the guest forgot what it had
 /// read; "again" is the same once more right after that.
 pub(super) const MEASURES: [Measure; 13] = [
-    stream("write, 64 KiB each", false, |f| write(f, 64 << 10)),
-    stream("write, 1 MiB each", false, |f| write(f, 1 << 20)),
-    stream("read, 64 KiB each, cold", true, |f| read(f, 64 << 10)),
-    stream("read, 1 MiB each, cold", true, |f| read(f, 1 << 20)),
-    operations("write 4 KiB at random", RANDOM as usize, false, random_write),
-    operations("read 4 KiB at random, cold", RANDOM as usize, true, random_read),
+    stream("write, 64 KiB each", false, |_| write(64 << 10)),
+    stream("write, 1 MiB each", false, |_| write(1 << 20)),
+    stream("read, 64 KiB each, cold", true, |_| read(64 << 10)),
+    stream("read, 1 MiB each, cold", true, |_| read(1 << 20)),
+    operations("write 4 KiB at random", RANDOM as usize, false, |_| random_write()),
+    operations("read 4 KiB at random, cold", RANDOM as usize, true, |_| random_read()),
     operations("open, read, close, cold", SMALL, true, |f| cold(|| open_read_close(f))),
     operations("open, read, close, again", SMALL, true, open_read_close),
     operations("stat, cold", SMALL, true, |f| cold(|| stat(f))),
     operations("stat, again", SMALL, true, stat),
-    operations("list folders, cold", SMALL, true, |f| cold(|| list(f))),
+    operations("list folders, cold", SMALL, true, |_| cold(list)),
     operations("unpack small files", SMALL, false, unpack),
-    operations("remove them", SMALL, false, remove),
+    operations("remove them", SMALL, false, |_| remove()),
 ];
 
-/// Where to work.
-struct Folders {
-    writable: PathBuf,
-    readable: PathBuf,
-    small: Vec<PathBuf>,
-}
+/// The small files, below the folder in which a measure works.
+struct Files(Vec<PathBuf>);
 
 /// A line of the report.
 #[derive(Debug, Serialize, Deserialize)]
@@ -128,6 +130,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     })?;
     let mut console = File::options().write(true).open("/dev/ttyS0")?;
     rustix::mount::mount("proc", "/proc", "proc", none, None::<&CStr>)?;
+    confine::as_an_agent_does()?;
     let result = rustix::mount::mount(tag.as_str(), MOUNTED, "virtiofs", none, None::<&CStr>)
         .with_context(|| format!("cannot mount {tag}"))
         .and_then(|()| report(&args, &mut console));
@@ -139,26 +142,27 @@ pub(crate) fn run(args: Args) -> Result<()> {
 }
 
 fn report(args: &Args, out: &mut impl Write) -> Result<()> {
-    let folders = Folders {
-        writable: args.writable.clone(),
-        readable: args.readable.clone(),
-        small: small_files(&args.readable),
-    };
+    let files = Files(small_files(Path::new("")));
     for (index, measure) in MEASURES.iter().enumerate() {
-        if args.only_read && !measure.reads {
+        let chosen = args.measures.is_empty() || args.measures.contains(&index);
+        if !chosen || (args.only_read && !measure.reads) {
             continue;
         }
-        let once = |_| (measure.work)(&folders);
+        // Paths are relative, so that what lies above the share does not count: overlays, mounts.
+        let folder = if measure.reads { &args.readable } else { &args.writable };
+        std::env::set_current_dir(folder)
+            .with_context(|| format!("cannot go to {}", folder.display()))?;
+        let once = |_| (measure.work)(&files);
         // The first one is not counted, and what follows the removal needs something to remove.
         let ticks = match measure.name {
             "unpack small files" => runs(args.runs, |_| {
-                let ticks = unpack(&folders)?;
-                remove(&folders)?;
+                let ticks = unpack(&files)?;
+                remove()?;
                 Ok(ticks)
             }),
             "remove them" => runs(args.runs, |_| {
-                unpack(&folders)?;
-                remove(&folders)
+                unpack(&files)?;
+                remove()
             }),
             _ => runs(args.runs, once),
         };
@@ -193,7 +197,10 @@ fn timed(work: impl FnOnce() -> Result<()>) -> Result<u64> {
 
 /// Has the kernel forget what it has read; on a tmpfs that changes nothing.
 fn forget() -> Result<()> {
-    fs::write("/proc/sys/vm/drop_caches", "3").context("cannot drop caches")
+    fs::write("/proc/sys/vm/drop_caches", "3").context("cannot drop caches")?;
+    // Whoever serves the files is told of what was forgotten behind the guest's back.
+    std::thread::sleep(Duration::from_millis(50));
+    Ok(())
 }
 
 fn cold(work: impl FnOnce() -> Result<u64>) -> Result<u64> {
@@ -225,11 +232,11 @@ fn small_size(path: &Path) -> usize {
     1024 + sum.wrapping_mul(2_654_435_761) % 7168
 }
 
-fn write(folders: &Folders, block: usize) -> Result<u64> {
-    let path = folders.writable.join("written");
+fn write(block: usize) -> Result<u64> {
+    let path = Path::new("written");
     let data = pattern(block);
     let ticks = timed(|| {
-        let mut file = File::create(&path)?;
+        let mut file = File::create(path)?;
         for _ in 0..BIG / block {
             file.write_all(&data)?;
         }
@@ -237,16 +244,15 @@ fn write(folders: &Folders, block: usize) -> Result<u64> {
         drop(file);
         Ok(())
     })?;
-    fs::remove_file(&path)?;
+    fs::remove_file(path)?;
     Ok(ticks)
 }
 
-fn read(folders: &Folders, block: usize) -> Result<u64> {
+fn read(block: usize) -> Result<u64> {
     forget()?;
-    let path = folders.readable.join("big");
     let mut data = vec![0; block];
     timed(|| {
-        let file = File::open(&path)?;
+        let file = File::open("big")?;
         for at in (0..BIG).step_by(block) {
             file.read_exact_at(&mut data, at as u64)?;
         }
@@ -265,12 +271,11 @@ fn random_pages() -> impl Iterator<Item = u64> {
     })
 }
 
-fn random_read(folders: &Folders) -> Result<u64> {
+fn random_read() -> Result<u64> {
     forget()?;
-    let path = folders.readable.join("big");
     let mut data = [0; 4096];
     timed(|| {
-        let file = File::open(&path)?;
+        let file = File::open("big")?;
         rustix::fs::fadvise(&file, 0, None, Advice::Random)?;
         for at in random_pages() {
             file.read_exact_at(&mut data, at)?;
@@ -279,26 +284,26 @@ fn random_read(folders: &Folders) -> Result<u64> {
     })
 }
 
-fn random_write(folders: &Folders) -> Result<u64> {
-    let path = folders.writable.join("random");
-    fs::write(&path, pattern(BIG))?;
+fn random_write() -> Result<u64> {
+    let path = Path::new("random");
+    fs::write(path, pattern(BIG))?;
     let data = pattern(4096);
     let ticks = timed(|| {
-        let file = File::options().write(true).open(&path)?;
+        let file = File::options().write(true).open(path)?;
         for at in random_pages() {
             file.write_all_at(&data, at)?;
         }
         drop(file);
         Ok(())
     })?;
-    fs::remove_file(&path)?;
+    fs::remove_file(path)?;
     Ok(ticks)
 }
 
-fn open_read_close(folders: &Folders) -> Result<u64> {
+fn open_read_close(files: &Files) -> Result<u64> {
     let mut data = vec![0; 16 << 10];
     timed(|| {
-        for path in &folders.small {
+        for path in &files.0 {
             let file = File::open(path)?;
             while rustix::io::read(&file, &mut data)? > 0 {}
         }
@@ -306,18 +311,18 @@ fn open_read_close(folders: &Folders) -> Result<u64> {
     })
 }
 
-fn stat(folders: &Folders) -> Result<u64> {
+fn stat(files: &Files) -> Result<u64> {
     timed(|| {
-        for path in &folders.small {
+        for path in &files.0 {
             fs::symlink_metadata(path)?;
         }
         Ok(())
     })
 }
 
-fn list(folders: &Folders) -> Result<u64> {
+fn list() -> Result<u64> {
     timed(|| {
-        for folder in fs::read_dir(folders.readable.join("small"))? {
+        for folder in fs::read_dir("small")? {
             for entry in fs::read_dir(folder?.path())? {
                 entry?.metadata()?;
             }
@@ -327,17 +332,16 @@ fn list(folders: &Folders) -> Result<u64> {
 }
 
 /// As `tar x` does: folders, files with their contents, times and modes.
-fn unpack(folders: &Folders) -> Result<u64> {
-    let list = small_files(&folders.writable);
+fn unpack(files: &Files) -> Result<u64> {
     let data = pattern(16 << 10);
     timed(|| {
-        fs::create_dir(folders.writable.join("small"))?;
+        fs::create_dir("small")?;
         for n in 0..FOLDERS {
-            fs::create_dir(folders.writable.join(format!("small/folder-{n:02}")))?;
+            fs::create_dir(format!("small/folder-{n:02}"))?;
         }
         let time = Timespec { tv_sec: 1_000_000_000, tv_nsec: 0 };
         let times = Timestamps { last_access: time, last_modification: time };
-        for path in &list {
+        for path in &files.0 {
             let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
             let file = rustix::fs::open(path, flags, Mode::from_raw_mode(0o600))?;
             let size = small_size(path);
@@ -349,6 +353,6 @@ fn unpack(folders: &Folders) -> Result<u64> {
     })
 }
 
-fn remove(folders: &Folders) -> Result<u64> {
-    timed(|| Ok(fs::remove_dir_all(folders.writable.join("small"))?))
+fn remove() -> Result<u64> {
+    timed(|| Ok(fs::remove_dir_all("small")?))
 }
