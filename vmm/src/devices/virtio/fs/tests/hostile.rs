@@ -364,6 +364,15 @@ fn forgetting_too_much_is_harmless() {
     let header = InHeader { len, opcode: op::BATCH_FORGET, ..Default::default() };
     assert_eq!(world.raw(&[bytes_of(&header), body].concat(), 100), Ok(None));
     assert_eq!(world.getattr(file).unwrap_err(), Errno::STALE);
+    // One that would keep the server busy is cut.
+    let file = world.node("rw/a.txt");
+    let mut body = bytes_of(&BatchForgetIn { count: u32::MAX, dummy: 0 });
+    body.resize(1 << 20, 0);
+    body.extend(bytes_of(&ForgetOne { node: file, lookups: 1 }));
+    let len = (InHeader::SIZE + body.len()) as u32;
+    let header = InHeader { len, opcode: op::BATCH_FORGET, ..Default::default() };
+    assert_eq!(world.raw(&[bytes_of(&header), body].concat(), 100), Ok(None));
+    assert!(world.getattr(file).is_ok());
 }
 
 #[test]
