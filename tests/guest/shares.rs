@@ -24,6 +24,60 @@ fn input_is_visible() {
 }
 
 #[test]
+fn listings_are_whole_for_readers_with_any_buffer() {
+    let input = folder();
+    // Names of 255 bytes, and folders below, at and above what one reply holds.
+    for (name, count, width) in
+        [("none", 0, 1), ("some", 25, 3), ("many", 700, 4), ("long", 150, 255)]
+    {
+        fs::create_dir(input.path().join(name)).unwrap();
+        for number in 0..count {
+            fs::write(input.path().join(format!("{name}/{number:0>width$}")), "").unwrap();
+        }
+    }
+    let script = r#"
+import ctypes, os, shutil, struct
+libc = ctypes.CDLL(None, use_errno=True)
+def more(fd, size):
+    buffer = ctypes.create_string_buffer(size)
+    got = libc.syscall(217, fd, buffer, size)
+    assert got >= 0, os.strerror(ctypes.get_errno())
+    at = 0
+    while at < got:
+        length = struct.unpack_from('H', buffer.raw, at + 16)[0]
+        yield buffer.raw[at + 19:at + length].split(b'\0')[0].decode()
+        at += length
+def rest(fd, size):
+    names = []
+    while part := list(more(fd, size)):
+        names += part
+    return sorted(name for name in names if name not in ('.', '..'))
+output = '/workspace/output/copy'
+shutil.copytree('/workspace/input', output)
+for top in '/workspace/input', output:
+    for name, count, width in ('none', 0, 1), ('some', 25, 3), ('many', 700, 4), ('long', 150, 255):
+        expected = [str(number).zfill(width) for number in range(count)]
+        for size in 300, 4096, 32768, 1 << 20, 300:
+            fd = os.open(f'{top}/{name}', os.O_RDONLY)
+            assert rest(fd, size) == expected, (top, name, size)
+            if top == output:
+                # Behind the end, and from the beginning again.
+                os.close(os.open(f'{top}/{name}/new', os.O_CREAT | os.O_WRONLY))
+                assert rest(fd, size) in ([], ['new']), (name, size)
+                os.lseek(fd, 0, os.SEEK_SET)
+                assert rest(fd, size) == expected + ['new'], (name, size)
+                os.unlink(f'{top}/{name}/new')
+            os.close(fd)
+shutil.rmtree(output)
+print(os.listdir('/workspace/output'))
+"#;
+    let to = folder();
+    let (input, to) = (text(input.path()), text(to.path()));
+    let out = output(run(["--input", input, "--output", to, "--", "python3", "-c", script]));
+    assert_output(&out, 0, "[]\n", "");
+}
+
+#[test]
 fn input_cannot_be_written_also_not_by_root_after_a_remount() {
     let input = folder();
     fs::write(input.path().join("a.txt"), "precious\n").unwrap();
