@@ -37,6 +37,9 @@
 //! **Bounds.** The guest may know 57,344 files and hold 768 different files or folders open; nodes hold
 //! no descriptors ([`reach`]). Beyond that it meets `ENFILE`. Of a share that does not change it may read
 //! without opening ([`unopened`]).
+//!
+//! **Requests.** Casulo's guest kernel saves some, told so by flags that are not upstream (see
+//! `kernel-config/patches`): those reads, the request for the end of a listing, and most of those that forget.
 
 use std::os::fd::OwnedFd;
 
