@@ -30,6 +30,9 @@ pub enum Error {
     /// The scratch disk could not be made.
     #[error("cannot make the scratch disk: {0}")]
     Scratch(String),
+    /// What sandboxes put out could not be kept.
+    #[error("{0}")]
+    Artifacts(String),
     /// The VMM program could not be started.
     #[error("cannot start the VMM {}: {source}", path.display())]
     Spawn {
@@ -89,10 +92,10 @@ impl Error {
             }
             Self::Boot { .. } => ErrorClass::BootFailed,
             Self::GuestLost { .. } => ErrorClass::GuestLost,
-            Self::Image(_) | Self::Kvm(_) | Self::Scratch(_) | Self::Spawn { .. } => {
+            Self::Image(_) | Self::Kvm(_) | Self::Scratch(_) | Self::Artifacts(_) => {
                 ErrorClass::Internal
             }
-            Self::Io { .. } | Self::Cancelled => ErrorClass::Internal,
+            Self::Spawn { .. } | Self::Io { .. } | Self::Cancelled => ErrorClass::Internal,
         }
     }
 

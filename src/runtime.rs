@@ -53,7 +53,7 @@ pub struct RuntimeConfig {
     pub images: PathBuf,
     /// Folder for what may be remembered between runs.
     pub state: PathBuf,
-    /// Folders for scratch disks; the first that can hold them is used.
+    /// Folders for scratch disks and for what gateways keep; the first that can hold them is used.
     pub scratch: Vec<PathBuf>,
     /// Whether this runs in an emulated host, where everything takes ten times as long.
     pub emulated: bool,
@@ -134,10 +134,20 @@ impl Runtime {
     /// The request is wrong, something it needs is missing or damaged, or the VM did not come up; a
     /// failed boot tells its phase and the last lines of the guest's console.
     pub async fn sandbox(&self, spec: SandboxSpec) -> Result<Sandbox, Error> {
+        self.sandbox_with(spec, false).await
+    }
+
+    /// The same; `private`: nobody else knows its output folder, so that the guest may remember what is
+    /// in it.
+    pub(crate) async fn sandbox_with(
+        &self,
+        spec: SandboxSpec,
+        private: bool,
+    ) -> Result<Sandbox, Error> {
         let log = Log::new();
         check(&spec)?;
         let mut prepared = self.prepare(&spec).await?;
-        let outputs = Outputs::begin(&spec, &mut prepared.shares).await?;
+        let outputs = Outputs::begin(&spec, &mut prepared.shares, private).await?;
         log.phase(Phase::Prepared);
         let default = if self.config.emulated { BOOT_SECONDS_EMULATED } else { BOOT_SECONDS };
         let own = spec.boot_timeout_seconds.or(self.config.boot_timeout_seconds);

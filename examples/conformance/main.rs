@@ -7,6 +7,7 @@
 use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use casulo::gateway::http::{Address, Config, HttpServer};
 use casulo::gateway::{Gateway, Limits};
@@ -25,13 +26,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         let vmm = std::env::current_exe()?;
         let runtime = Runtime::open(RuntimeConfig::in_home(Path::new("/"), vmm))?;
         let fixture = fixture::Fixture::new()?;
-        let gateway = Gateway::new(
-            Arc::new(runtime),
-            SandboxSpec::default(),
-            Limits::default(),
-            HostKind::Native,
-        )
-        .instead(fixture);
+        let limits = Limits { artifact_ttl: Duration::ZERO, ..Limits::default() };
+        let template = SandboxSpec::default();
+        let gateway = Gateway::new(Arc::new(runtime), template, limits, HostKind::Native)?;
+        let gateway = gateway.instead(fixture);
         let mut config = Config::new("127.0.0.1:0".parse::<Address>()?, Vec::new());
         // The suite has no way to send a token.
         config.anonymous = true;

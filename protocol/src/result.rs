@@ -173,12 +173,15 @@ pub struct FileChange {
     pub sha256: Option<String>,
     /// What happened to it.
     pub change: Change,
+    /// What names it to resources/read, where a gateway keeps it for a while.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub uri: Option<String>,
 }
 
 impl FileChange {
     /// A change without a digest.
     pub fn new(path: String, kind: FileKind, size: u64, change: Change) -> Self {
-        Self { path, kind, size, sha256: None, change }
+        Self { path, kind, size, sha256: None, change, uri: None }
     }
 }
 

@@ -34,6 +34,15 @@ pub(crate) struct LimitOptions {
     /// Seconds after which a kept sandbox ends in any case
     #[arg(long, default_value_t = 14_400, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     max_life: u32,
+    /// Seconds for which what a sandbox put out can be fetched after its end; 0: not at all
+    #[arg(long, default_value_t = 3600, value_name = "SECONDS")]
+    artifact_ttl: u32,
+    /// Most files of one caller that are kept so; the oldest go first
+    #[arg(long, default_value_t = 10_000, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    max_artifacts: u32,
+    /// Most bytes of them
+    #[arg(long, default_value_t = 2 << 30, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..))]
+    max_artifact_bytes: u64,
 }
 
 impl LimitOptions {
@@ -53,6 +62,9 @@ impl LimitOptions {
             output_bytes: self.max_output_bytes,
             idle: Duration::from_secs(self.idle_timeout.into()),
             life: Duration::from_secs(self.max_life.into()),
+            artifact_ttl: Duration::from_secs(self.artifact_ttl.into()),
+            artifacts: usize::try_from(self.max_artifacts).unwrap_or(usize::MAX),
+            artifact_bytes: self.max_artifact_bytes,
             ..Limits::default()
         }
     }

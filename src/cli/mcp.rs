@@ -59,8 +59,6 @@ fn serve(args: &Args, config: RuntimeConfig) -> Result<u8, String> {
     let status = tokio.block_on(async {
         let runtime = Arc::new(Runtime::open(config).map_err(|e| e.to_string())?);
         let spec = args.sandbox.spec();
-        // What is wrong with the options is said now, not at the first call of a tool.
-        runtime.check(&spec).await.map_err(|e| e.to_string())?;
         let limits = args.limits.limits(true);
         let mut interrupt = signal(SignalKind::interrupt()).map_err(|e| e.to_string())?;
         let mut terminate = signal(SignalKind::terminate()).map_err(|e| e.to_string())?;
@@ -71,7 +69,9 @@ fn serve(args: &Args, config: RuntimeConfig) -> Result<u8, String> {
                 _ = terminate.recv() => status = 143,
             }
         };
-        let gateway = Gateway::new(runtime, spec, limits, host);
+        let gateway = Gateway::new(runtime, spec, limits, host).map_err(|e| e.to_string())?;
+        // What is wrong with the options is said now, not at the first call of a tool.
+        gateway.check().await.map_err(|e| e.to_string())?;
         let served = gateway.serve_stdio(args.keep, stop).await;
         gateway.close().await;
         served.map_err(|e| format!("the MCP connection failed: {e}"))?;

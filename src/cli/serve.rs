@@ -137,10 +137,11 @@ fn serve(args: &Args, runtime: RuntimeConfig) -> Result<u8, String> {
     let status = tokio.block_on(async {
         let runtime = Arc::new(Runtime::open(runtime).map_err(|e| e.to_string())?);
         let spec = args.sandbox.spec();
-        // What is wrong with the options is said now, not at the first call of a tool.
-        runtime.check(&spec).await.map_err(|e| e.to_string())?;
         let limits = args.server.limits.limits(false);
-        let gateway = Arc::new(Gateway::new(runtime, spec, limits, host));
+        let gateway = Gateway::new(runtime, spec, limits, host).map_err(|e| e.to_string())?;
+        // What is wrong with the options is said now, not at the first call of a tool.
+        gateway.check().await.map_err(|e| e.to_string())?;
+        let gateway = Arc::new(gateway);
         let (stop, now) = (CancellationToken::new(), CancellationToken::new());
         signals(&stop, &now)?;
         let server =

@@ -58,6 +58,7 @@ impl Places {
         Arc::new(Self { total, each: each.min(total), state: Mutex::default() })
     }
 
+    #[cfg(any(test, feature = "http"))]
     pub(super) fn taken(&self) -> usize {
         self.state().taken
     }

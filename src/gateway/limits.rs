@@ -30,6 +30,14 @@ pub struct Limits {
     pub idle: Duration,
     /// Age at which a kept sandbox ends.
     pub life: Duration,
+    /// How long files that came out of a sandbox can be fetched after its end; zero: not at all.
+    pub artifact_ttl: Duration,
+    /// Most such files of one caller; the oldest go first.
+    pub artifacts: usize,
+    /// Most bytes of them.
+    pub artifact_bytes: u64,
+    /// Longest time for which a client of HTTP takes nothing of what is sent to it; then it is cut off.
+    pub stall: Duration,
 }
 
 impl Limits {
@@ -58,6 +66,10 @@ impl Default for Limits {
             output_bytes: 256 * 1024,
             idle: Duration::from_secs(15 * 60),
             life: Duration::from_secs(4 * 60 * 60),
+            artifact_ttl: Duration::from_secs(60 * 60),
+            artifacts: 10_000,
+            artifact_bytes: 2 << 30,
+            stall: Duration::from_secs(60),
         }
     }
 }

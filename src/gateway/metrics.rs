@@ -45,6 +45,7 @@ pub(super) struct Metrics {
     calls: Mutex<BTreeMap<(&'static str, Outcome), Histogram>>,
     requests: Mutex<BTreeMap<u16, u64>>,
     pub(super) connections: AtomicU64,
+    served: AtomicU64,
 }
 
 /// What is at a moment, as against what has been counted.
@@ -55,6 +56,8 @@ pub(super) struct Now {
     pub(super) limit: usize,
     pub(super) in_flight: usize,
     pub(super) draining: bool,
+    pub(super) artifacts: usize,
+    pub(super) artifact_bytes: u64,
 }
 
 /// A poisoned lock means that another call panicked; a counter is whole at any time.
@@ -75,6 +78,11 @@ impl Metrics {
         histogram.count = histogram.count.saturating_add(1);
     }
 
+    /// Bytes of artifacts have been given out.
+    pub(super) fn served(&self, bytes: u64) {
+        self.served.fetch_add(bytes, Ordering::Relaxed);
+    }
+
     /// An HTTP request has been answered.
     pub(super) fn request(&self, status: u16) {
         let mut requests = lock(&self.requests);
@@ -85,15 +93,27 @@ impl Metrics {
     /// The text format, version 0.0.4.
     pub(super) fn text(&self, now: Now) -> String {
         let mut text = String::new();
-        let mut gauge = |name: &str, help: &str, value: usize| {
+        let mut gauge = |name: &str, help: &str, value: u64| {
             // Writing to a String does not fail.
             let _ = write!(text, "# HELP {name} {help}\n# TYPE {name} gauge\n{name} {value}\n");
         };
-        gauge("casulo_sandboxes", "MicroVMs that run or boot.", now.sandboxes);
-        gauge("casulo_sandboxes_kept", "Of these, kept ones.", now.kept);
-        gauge("casulo_sandboxes_limit", "Most microVMs at once.", now.limit);
-        gauge("casulo_http_in_flight", "Requests that are being answered.", now.in_flight);
-        gauge("casulo_draining", "1 after a signal to end.", usize::from(now.draining));
+        let number = |n: usize| u64::try_from(n).unwrap_or(u64::MAX);
+        gauge("casulo_sandboxes", "MicroVMs that run or boot.", number(now.sandboxes));
+        gauge("casulo_sandboxes_kept", "Of these, kept ones.", number(now.kept));
+        gauge("casulo_sandboxes_limit", "Most microVMs at once.", number(now.limit));
+        let in_flight = number(now.in_flight);
+        gauge("casulo_http_in_flight", "Requests that are being answered.", in_flight);
+        gauge("casulo_draining", "1 after a signal to end.", u64::from(now.draining));
+        let artifacts = number(now.artifacts);
+        gauge("casulo_artifacts", "Files kept of sandboxes that have ended.", artifacts);
+        gauge("casulo_artifact_bytes", "Bytes of these.", now.artifact_bytes);
+        let served = self.served.load(Ordering::Relaxed);
+        let _ = write!(
+            text,
+            "# HELP casulo_artifact_bytes_served_total Bytes of such files given out.\n\
+             # TYPE casulo_artifact_bytes_served_total counter\n\
+             casulo_artifact_bytes_served_total {served}\n"
+        );
         let connections = self.connections.load(Ordering::Relaxed);
         let _ = write!(
             text,
@@ -140,12 +160,25 @@ mod tests {
         metrics.call("run_command", Outcome::Result, Duration::from_millis(300));
         metrics.call("run_command", Outcome::Result, Duration::from_millis(10));
         metrics.call("read_file", Outcome::Error, Duration::from_secs(601));
-        let now = Now { sandboxes: 3, kept: 2, limit: 16, in_flight: 1, draining: false };
+        let now = Now {
+            sandboxes: 3,
+            kept: 2,
+            limit: 16,
+            in_flight: 1,
+            draining: false,
+            artifacts: 4,
+            artifact_bytes: 5,
+        };
+        metrics.served(6);
+        metrics.served(1);
         let text = metrics.text(now);
         for line in [
             "casulo_sandboxes 3",
             "casulo_sandboxes_kept 2",
             "casulo_draining 0",
+            "casulo_artifacts 4",
+            "casulo_artifact_bytes 5",
+            "casulo_artifact_bytes_served_total 7",
             "casulo_http_requests_total{code=\"200\"} 2",
             "casulo_http_requests_total{code=\"401\"} 1",
             "casulo_tool_call_seconds_bucket{tool=\"run_command\",outcome=\"result\",le=\"0.01\"} 1",

@@ -4,6 +4,7 @@
 //! and those answers are data: [`render`](self) bounds and decodes them.
 
 mod admission;
+mod artifacts;
 mod files;
 #[cfg(feature = "http")]
 pub mod http;
@@ -14,6 +15,7 @@ mod metrics;
 mod processes;
 mod progress;
 mod render;
+mod resources;
 mod run;
 mod sandboxes;
 mod server;
@@ -29,7 +31,7 @@ use rmcp::service::ServerInitializeError;
 
 pub use limits::Limits;
 
-use crate::Runtime;
+use crate::{Error, Runtime};
 
 /// How often idle and old sandboxes are looked for.
 const REAP_EVERY: Duration = Duration::from_secs(5);
@@ -55,13 +57,16 @@ impl std::fmt::Debug for Gateway {
 impl Gateway {
     /// A gateway whose sandboxes are made after `template`; the template's output folder gets a
     /// folder of its own for each sandbox. Must be called inside tokio.
+    ///
+    /// # Errors
+    /// What sandboxes put out is to be kept, and there is no folder to keep it in.
     pub fn new(
         runtime: Arc<Runtime>,
         template: SandboxSpec,
         limits: Limits,
         host: HostKind,
-    ) -> Self {
-        let sandboxes = sandboxes::Sandboxes::new(runtime, template, limits);
+    ) -> Result<Self, Error> {
+        let sandboxes = sandboxes::Sandboxes::new(runtime, template, limits)?;
         let reaper = tokio::spawn({
             let sandboxes = Arc::clone(&sandboxes);
             async move {
@@ -71,14 +76,22 @@ impl Gateway {
                 }
             }
         });
-        Self {
+        Ok(Self {
             sandboxes,
             metrics: Arc::default(),
             host,
             reaper,
             #[cfg(feature = "http")]
             instead: None,
-        }
+        })
+    }
+
+    /// Checks what sandboxes are made after, without starting one.
+    ///
+    /// # Errors
+    /// The template is wrong, or something it needs is missing or damaged.
+    pub async fn check(&self) -> Result<(), Error> {
+        self.sandboxes.check().await
     }
 
     /// The MCP server for one caller.
@@ -108,7 +121,17 @@ impl Gateway {
     fn metrics_text(&self, in_flight: usize, draining: bool) -> String {
         let (sandboxes, kept) = self.sandboxes.count();
         let limit = self.sandboxes.limits.sandboxes;
-        self.metrics.text(metrics::Now { sandboxes, kept, limit, in_flight, draining })
+        let store = self.sandboxes.store.as_ref();
+        let (artifacts, artifact_bytes) = store.map_or((0, 0), |store| store.count());
+        self.metrics.text(metrics::Now {
+            sandboxes,
+            kept,
+            limit,
+            in_flight,
+            draining,
+            artifacts,
+            artifact_bytes,
+        })
     }
 
     /// Serves one MCP client on standard input and output until it closes them, or until `stop` is

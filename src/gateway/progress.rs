@@ -9,7 +9,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use casulo_protocol::error::TaskError;
-use rmcp::model::{ProgressNotificationParam, ProgressToken};
+use rmcp::model::{ProgressNotificationParam, ProgressToken, ProtocolVersion};
 use rmcp::service::{Peer, RequestContext, RoleServer};
 use tokio::io::AsyncWrite;
 use tokio_util::sync::CancellationToken;
@@ -26,6 +26,8 @@ const MOST: usize = 4096;
 /// The client's side of one call.
 pub(super) struct Context {
     pub(super) cancel: CancellationToken,
+    /// Whether it knows links to resources in results, which came with MCP 2025-06-18.
+    pub(super) knows_links: bool,
     progress: Option<(ProgressToken, Peer<RoleServer>)>,
     recent: Arc<Mutex<Recent>>,
 }
@@ -80,6 +82,9 @@ impl Context {
         let token = context.meta.get_progress_token();
         Self {
             cancel: context.ct.clone(),
+            knows_links: context
+                .protocol_version()
+                .is_some_and(|version| version >= ProtocolVersion::V_2025_06_18),
             progress: token.map(|token| (token, context.peer.clone())),
             recent: Arc::default(),
         }

@@ -6,9 +6,12 @@ use casulo_protocol::result::{FileChange, Rejected, RunResult, SandboxFate};
 use rmcp::model::{CallToolResult, ContentBlock};
 use serde::Serialize;
 
-use super::tools::results::DestroySandboxResult;
+use super::artifacts::{Outcome, uri};
+use super::resources;
+use super::sandboxes::Ended;
+use super::tools::results::{ArtifactFile, DestroySandboxResult};
 use crate::capture::Capture;
-use crate::{Output, text};
+use crate::text;
 
 /// How much a result may hold, and in which form.
 #[derive(Clone, Copy, Debug)]
@@ -138,17 +141,82 @@ fn note(result: &RunResult) -> String {
     }
 }
 
-/// Result of the end of a kept sandbox.
-pub(super) fn destroyed(mut output: Output, budget: Budget) -> DestroySandboxResult {
+/// Most links to artifacts beside a result, and most bytes of them: some clients show each to the model.
+const MOST_LINKS: usize = 50;
+const MOST_LINK_BYTES: usize = 16 * 1024;
+
+/// Result of the end of a kept sandbox; with links to what is kept of it for clients that know links.
+pub(super) fn destroyed(
+    ended: Ended,
+    ttl_seconds: u64,
+    budget: Budget,
+    linked: bool,
+) -> Result<CallToolResult, TaskError> {
+    let mut links = Vec::new();
+    if let (Some(outcome), true) = (&ended.outcome, linked) {
+        let mut bytes = 0usize;
+        for one in outcome.kept.list.iter().take(MOST_LINKS) {
+            let link = resources::resource(&outcome.kept, one);
+            let length = serde_json::to_string(&link).map_or(usize::MAX, |json| json.len());
+            bytes = bytes.saturating_add(length);
+            if bytes > MOST_LINK_BYTES {
+                break;
+            }
+            links.push(ContentBlock::resource_link(link));
+        }
+    }
+    let mut result = both(&end(ended, ttl_seconds, budget, linked.then_some(links.len())))?;
+    result.content.extend(links);
+    Ok(result)
+}
+
+fn end(
+    ended: Ended,
+    ttl_seconds: u64,
+    budget: Budget,
+    links: Option<usize>,
+) -> DestroySandboxResult {
+    let Ended { mut output, outcome } = ended;
     cut(
         &mut output.files,
         &mut output.files_omitted,
         &mut output.rejected,
         &mut output.rejected_omitted,
-        budget.bytes.saturating_sub(500),
+        (budget.bytes / 2).saturating_sub(500),
     );
+    let count = |n: usize| u64::try_from(n).unwrap_or(u64::MAX);
+    let (mut artifacts, mut total, mut lost, mut reason) = (Vec::new(), 0, 0, None);
+    if let Some(Outcome { kept, omitted, reason: why }) = outcome {
+        (total, lost, reason) = (kept.list.len(), omitted, why);
+        let mut room = (budget.bytes / 2).saturating_sub(500);
+        for one in &kept.list {
+            let file = ArtifactFile {
+                path: text::of(&one.path, false),
+                size: one.size,
+                sha256: one.sha256.clone(),
+                uri: uri::of(&kept.id, &one.path),
+            };
+            let length = serde_json::to_string(&file).map_or(usize::MAX, |json| json.len());
+            let Some(left) = room.checked_sub(length.saturating_add(1)) else { break };
+            room = left;
+            artifacts.push(file);
+        }
+    }
+    let mut notes = Vec::new();
+    if lost > 0 {
+        let reason: String = reason.unwrap_or_default().chars().take(200).collect();
+        notes.push(format!("{lost} files are not kept: {}", text::safe(&reason)));
+    }
+    if artifacts.len() < total || links.is_some_and(|links| links < total) {
+        notes.push(format!("resources/list names all {total} artifacts"));
+    }
     DestroySandboxResult {
         destroyed: true,
+        artifacts_omitted: count(total.saturating_sub(artifacts.len())),
+        artifacts,
+        artifacts_lost: lost,
+        artifact_ttl_seconds: if total > 0 { ttl_seconds } else { 0 },
+        note: (!notes.is_empty()).then(|| notes.join("; ")),
         files: output.files,
         files_omitted: output.files_omitted,
         rejected: output.rejected,
@@ -250,10 +318,14 @@ pub(super) fn prefix(bytes: &[u8], most: usize, raw: bool) -> (String, usize) {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use casulo_protocol::result::{Change, FileKind, Reason};
     use proptest::prelude::*;
     use tokio::io::AsyncWriteExt as _;
 
+    use super::super::artifacts::tests::{digest, put};
+    use super::super::artifacts::{Room, Store};
     use super::*;
 
     fn captured(data: &[u8], limit: usize) -> Capture {
@@ -335,7 +407,7 @@ mod tests {
 
     #[test]
     fn long_lists_are_cut_and_counted() {
-        let mut output = Output::default();
+        let mut output = crate::Output::default();
         let file =
             |n: usize| FileChange::new(format!("{n:0200}"), FileKind::File, 1, Change::Created);
         output.files = (0..1000).map(file).collect();
@@ -351,9 +423,54 @@ mod tests {
         assert_eq!(count(result.files.len(), result.files_omitted), 1007);
         assert_eq!(count(result.rejected.len(), result.rejected_omitted), 1000);
         let budget = Budget::new(24 * 1024, false);
-        let result = destroyed(output, budget);
+        let result = end(Ended { output, outcome: None }, 60, budget, Some(0));
         assert_eq!(count(result.files.len(), result.files_omitted), 1007);
         assert!(budget.fits(&result));
+        assert_eq!((result.artifacts.len(), result.artifact_ttl_seconds), (0, 0));
+        assert_eq!(result.note, None);
+    }
+
+    #[test]
+    fn what_is_kept_is_named_within_the_budget_and_linked_where_links_are_known() {
+        let folder = tempfile::tempdir().unwrap();
+        let room = Room { ttl: Duration::from_secs(60), files: 900, bytes: 1 << 20 };
+        let store = Store::new(&[folder.path().to_owned()], &[], room).unwrap();
+        let budget = Budget::new(24 * 1024, false);
+        let ended = |count: usize, linked: bool| {
+            let paths: Vec<Vec<u8>> = (0..count)
+                .map(|n| format!("{n:03}-\u{202e}{}.png", "\u{e9}".repeat(60)).into_bytes())
+                .collect();
+            let files: Vec<(&[u8], &[u8])> =
+                paths.iter().map(|path| (path.as_slice(), &b"x"[..])).collect();
+            let outcome = put(&store, "ana", &format!("sb_{count}_{linked}"), &files);
+            Ended { output: crate::Output::default(), outcome: Some(outcome) }
+        };
+        for (count, linked, links) in [(2, true, 2), (2, false, 0), (1000, true, MOST_LINKS)] {
+            let result = destroyed(ended(count, linked), 60, budget, linked).unwrap();
+            let value = result.structured_content.unwrap();
+            let artifacts = value["artifacts"].as_array().unwrap();
+            let omitted = value["artifacts_omitted"].as_u64().unwrap();
+            let lost = value["artifacts_lost"].as_u64().unwrap();
+            assert_eq!(artifacts.len() as u64 + omitted + lost, count as u64);
+            assert_eq!(lost, if count > 900 { 100 } else { 0 });
+            assert_eq!(value["artifact_ttl_seconds"], 60);
+            assert!(budget.fits(&value) && !artifacts.is_empty());
+            let first = &artifacts[0];
+            assert_eq!((&first["size"], &first["sha256"]), (&1.into(), &digest(b"x").into()));
+            assert!(first["path"].as_str().unwrap().starts_with("000-\\u{202e}\u{e9}"), "{first}");
+            let found: Vec<_> =
+                result.content.iter().filter_map(ContentBlock::as_resource_link).collect();
+            assert!(found.len() <= links && (links == 0) == found.is_empty(), "{}", found.len());
+            for (link, artifact) in found.iter().zip(artifacts) {
+                assert_eq!((&artifact["uri"], link.size), (&link.uri.clone().into(), Some(1)));
+                assert_eq!(link.mime_type.as_deref(), Some("image/png"));
+            }
+            let encoded = serde_json::to_string(&found).unwrap();
+            assert!(encoded.len() <= MOST_LINK_BYTES + 1024, "{}", encoded.len());
+            let note = value.get("note").and_then(|note| note.as_str()).unwrap_or_default();
+            assert_eq!(note.contains("resources/list names all 900"), count > 900, "{note}");
+            assert_eq!(note.contains("100 files are not kept"), count > 900, "{note}");
+        }
     }
 
     #[test]

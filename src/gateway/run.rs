@@ -118,8 +118,8 @@ impl Server {
                 let held = self.sandboxes.fresh(&self.caller).await?;
                 let job = Job::new(subject, &options, false, budget);
                 let (mut result, capture) = self.one(&held, job, context).await?;
-                let output = held.sandbox.finish(Files::List).await.map_err(TaskError::from)?;
-                output.add_to(&mut result);
+                let ended = self.sandboxes.finish(&held).await?;
+                ended.add_to(&mut result);
                 result.sandbox = SandboxFate::Discarded;
                 Ok(render::command(result, &capture, budget))
             })

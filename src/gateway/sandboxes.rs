@@ -1,24 +1,33 @@
 //! The sandboxes of one gateway: fresh ones for single calls, kept ones under unguessable ids.
 //!
 //! A kept sandbox ends when its caller destroys it, when nobody called it for the idle time, when it
-//! is too old, or with the gateway. Another caller's, expired and unknown ids give the same error.
+//! is too old, or with the gateway. Another caller's, expired and unknown ids give the same error. What
+//! came out of it is kept for a while ([`Store`]).
 
 use std::collections::HashMap;
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use casulo_protocol::error::{ErrorClass, Retry, TaskError};
+use casulo_protocol::result::RunResult;
 use casulo_protocol::spec::SandboxSpec;
+use rustix::fs::{Mode, OFlags};
+use tokio_util::task::TaskTracker;
 
 use super::admission::{Full, Place, Places, Rate};
+use super::artifacts::{Outcome, Room, Source, Store, uri};
 use super::limits::{Limits, PATIENCE};
 use super::processes::Processes;
-use super::server::capacity;
+use super::server::{capacity, internal};
 use super::tools::args::Language;
-use crate::{Files, Output, Runtime, Sandbox};
+use crate::{Error, Files, Output, Runtime, Sandbox};
+
+/// Most names that a guest can make in an output folder that the operator has not asked for, unless
+/// there is another limit.
+const LIVE_NAMES: u64 = 200_000;
 
 /// Who calls: whoever holds the token of that name, or the one client on standard input and output.
 /// Callers do not see each other's sandboxes.
@@ -34,6 +43,8 @@ pub(super) struct Held {
     created: Instant,
     used: Mutex<Instant>,
     calls: std::sync::atomic::AtomicUsize,
+    /// Where its output is, if that is to be kept; until it ends.
+    output: Mutex<Option<Source>>,
     _place: Place,
 }
 
@@ -63,6 +74,29 @@ impl std::ops::Deref for Call {
     }
 }
 
+/// What came out of a sandbox that has ended.
+#[derive(Debug, Default)]
+pub(super) struct Ended {
+    pub(super) output: Output,
+    /// What is kept of it, if anything is to be.
+    pub(super) outcome: Option<Outcome>,
+}
+
+impl Ended {
+    /// Puts what came out into the result of the call that the sandbox was for; what is kept is named by
+    /// its URI.
+    pub(super) fn add_to(self, result: &mut RunResult) {
+        let Self { mut output, outcome } = self;
+        if let Some(Outcome { kept, .. }) = outcome {
+            for file in &mut output.files {
+                let found = kept.find(file.path.as_bytes());
+                file.uri = found.map(|artifact| uri::of(&kept.id, &artifact.path));
+            }
+        }
+        output.add_to(result);
+    }
+}
+
 /// All sandboxes of a gateway.
 pub(super) struct Sandboxes {
     runtime: Arc<Runtime>,
@@ -72,6 +106,12 @@ pub(super) struct Sandboxes {
     places: Arc<Places>,
     calls: Arc<Places>,
     rate: Rate,
+    #[cfg(feature = "http")]
+    downloads: Arc<Places>,
+    /// What came out of those that have ended; none if nothing is kept.
+    pub(super) store: Option<Arc<Store>>,
+    /// Sandboxes that are being ended.
+    ending: TaskTracker,
     kept: Mutex<HashMap<String, Arc<Held>>>,
     names: Mutex<HashMap<(Caller, String), NameSlot>>,
 }
@@ -101,12 +141,18 @@ impl Sandboxes {
         runtime: Arc<Runtime>,
         mut template: SandboxSpec,
         limits: Limits,
-    ) -> Arc<Self> {
+    ) -> Result<Arc<Self>, Error> {
         let output = template.output.take();
+        let store = store(&runtime, &template, &limits)?;
+        if store.is_some() && output.is_none() {
+            template.output_files.get_or_insert(LIVE_NAMES);
+        }
         let places = Places::new(limits.places(template.memory_mib), limits.sandboxes_per_caller);
         let calls = Places::new(limits.calls, limits.calls_per_caller);
+        #[cfg(feature = "http")]
+        let downloads = Places::new(limits.calls, limits.calls_per_caller);
         let rate = Rate::new(limits.calls_per_minute, limits.burst);
-        Arc::new(Self {
+        Ok(Arc::new(Self {
             runtime,
             template,
             output,
@@ -114,20 +160,59 @@ impl Sandboxes {
             places,
             calls,
             rate,
+            #[cfg(feature = "http")]
+            downloads,
+            store: store.map(Arc::new),
+            ending: TaskTracker::new(),
             kept: Mutex::default(),
             names: Mutex::default(),
-        })
+        }))
     }
 
-    /// Lets a call of `caller` run: at once, or when it is its turn.
-    pub(super) async fn admit(&self, caller: &Caller) -> Result<Place, TaskError> {
+    /// Checks what sandboxes are made after, as their first one would be.
+    pub(super) async fn check(&self) -> Result<(), Error> {
+        let mut spec = self.template.clone();
+        spec.output.clone_from(&self.output);
+        let live = match (&self.store, &self.output) {
+            (Some(store), None) => Some(
+                store.live("check").map_err(|e| Error::io("cannot make an output folder", e))?,
+            ),
+            _ => None,
+        };
+        if let Some(live) = &live {
+            spec.output = Some(live.path().to_owned());
+        }
+        self.runtime.check(&spec).await
+    }
+
+    /// Counts a call of `caller`, unless there have been too many.
+    pub(super) fn count_call(&self, caller: &Caller) -> Result<(), TaskError> {
         self.rate.take(caller, Instant::now()).map_err(|wait| {
             capacity(format!(
                 "you have made more than {} calls a minute; try again in {} seconds",
                 self.limits.calls_per_minute,
                 wait.as_secs().saturating_add(1)
             ))
-        })?;
+        })
+    }
+
+    /// Lets a download of `caller` begin, if it can do so at once.
+    #[cfg(feature = "http")]
+    pub(super) fn download(&self, caller: &Caller) -> Result<Place, TaskError> {
+        self.count_call(caller)?;
+        self.downloads.try_take(caller).map_err(|full| {
+            capacity(match full {
+                Full::Yours(each) => format!(
+                    "{each} of your downloads are running; try again when one of them has ended"
+                ),
+                Full::All(total) => format!("{total} downloads are running; try again later"),
+            })
+        })
+    }
+
+    /// Lets a call of `caller` run: at once, or when it is its turn.
+    pub(super) async fn admit(&self, caller: &Caller) -> Result<Place, TaskError> {
+        self.count_call(caller)?;
         self.calls.take(caller, PATIENCE).await.map_err(|full| {
             capacity(match full {
                 Full::Yours(each) => format!(
@@ -168,16 +253,28 @@ impl Sandboxes {
     async fn boot(&self, caller: &Caller, place: Place) -> Result<Held, TaskError> {
         let id = new_id()?;
         let mut spec = self.template.clone();
+        let failed = |folder: &Path, error: std::io::Error| TaskError {
+            class: ErrorClass::Internal,
+            message: format!("cannot make the output folder {}: {error}", folder.display()),
+            retry: Retry::Yes,
+        };
+        let mut source = None;
         if let Some(output) = &self.output {
             let folder = output.join(&id);
-            DirBuilder::new().mode(0o700).create(&folder).map_err(|error| TaskError {
-                class: ErrorClass::Internal,
-                message: format!("cannot make the output folder {}: {error}", folder.display()),
-                retry: Retry::Yes,
-            })?;
+            DirBuilder::new().mode(0o700).create(&folder).map_err(|e| failed(&folder, e))?;
+            if self.store.is_some() {
+                let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let root = rustix::fs::open(&folder, flags, Mode::empty());
+                source = Some(Source::Operator(root.map_err(|e| failed(&folder, e.into()))?));
+            }
             spec.output = Some(folder);
+        } else if let Some(store) = &self.store {
+            let live = store.live(&id).map_err(|e| failed(Path::new("of the sandbox"), e))?;
+            spec.output = Some(live.path().to_owned());
+            source = Some(Source::Live(live));
         }
-        let sandbox = self.runtime.sandbox(spec).await.map_err(TaskError::from)?;
+        let private = matches!(source, Some(Source::Live(_)));
+        let sandbox = self.runtime.sandbox_with(spec, private).await.map_err(TaskError::from)?;
         let now = Instant::now();
         Ok(Held {
             id,
@@ -188,6 +285,7 @@ impl Sandboxes {
             created: now,
             used: Mutex::new(now),
             calls: std::sync::atomic::AtomicUsize::new(0),
+            output: Mutex::new(source),
             _place: place,
         })
     }
@@ -254,7 +352,7 @@ impl Sandboxes {
         if !held.sandbox.is_alive() {
             // Who was in it has been told; it only waits to be cleared away.
             if let Some(held) = kept.remove(id) {
-                tokio::spawn(async move { held.sandbox.close(Files::Ignore).await.map(drop) });
+                self.end(held);
             }
             return Err(not_found());
         }
@@ -262,9 +360,14 @@ impl Sandboxes {
         Ok(Call(Arc::clone(held)))
     }
 
+    /// Whether `caller` has a kept sandbox of that id.
+    pub(super) fn is_live(&self, caller: &Caller, id: &str) -> bool {
+        lock(&self.kept).get(id).is_some_and(|held| held.owner == *caller)
+    }
+
     /// Ends the kept sandbox of that id, if it is `caller`'s; calls that run in it end with
     /// `guest_lost`. Tells what came out of it.
-    pub(super) async fn destroy(&self, caller: &Caller, id: &str) -> Result<Output, TaskError> {
+    pub(super) async fn destroy(&self, caller: &Caller, id: &str) -> Result<Ended, TaskError> {
         let held = {
             let mut kept = lock(&self.kept);
             match kept.get(id) {
@@ -273,7 +376,29 @@ impl Sandboxes {
             }
         }
         .ok_or_else(not_found)?;
-        held.sandbox.close(Files::List).await.map_err(TaskError::from)
+        // Also when nobody waits for it any more.
+        self.end(held).await.map_err(|e| internal(format!("the end of the sandbox failed: {e}")))?
+    }
+
+    /// Ends a sandbox in the background, and keeps what came out of it.
+    fn end(&self, held: Arc<Held>) -> tokio::task::JoinHandle<Result<Ended, TaskError>> {
+        let store = self.store.clone();
+        self.ending.spawn(async move {
+            let output = held.sandbox.close(Files::List).await.map_err(TaskError::from)?;
+            keep(store, &held, output).await
+        })
+    }
+
+    /// Ends a fresh sandbox, and keeps what came out of it.
+    pub(super) async fn finish(&self, held: &Held) -> Result<Ended, TaskError> {
+        let nothing = matches!(&*lock(&held.output), Some(Source::Live(live)) if live.is_empty());
+        if nothing && !self.template.shares.iter().any(|share| share.writable) {
+            // Then nobody needs to wait until the VM is gone.
+            held.sandbox.kill();
+            return Ok(Ended::default());
+        }
+        let output = held.sandbox.finish(Files::List).await.map_err(TaskError::from)?;
+        keep(self.store.clone(), held, output).await
     }
 
     /// How many there are, and how many of them are kept.
@@ -298,11 +423,14 @@ impl Sandboxes {
         });
         for held in ended {
             // Nobody is there to be told what came out.
-            tokio::spawn(async move { held.sandbox.close(Files::Ignore).await.map(drop) });
+            self.end(held);
+        }
+        if let Some(store) = self.store.clone() {
+            self.ending.spawn_blocking(move || store.sweep());
         }
     }
 
-    /// Ends every kept sandbox, and makes what they wrote safe to read.
+    /// Ends every kept sandbox, and makes what they wrote safe to read. Nothing is kept any more.
     pub(super) async fn close(&self) {
         let all: Vec<_> = lock(&self.kept).drain().collect();
         for (_, held) in &all {
@@ -312,7 +440,50 @@ impl Sandboxes {
             // Nobody is there to be told.
             let _ = held.sandbox.close(Files::Ignore).await;
         }
+        self.ending.close();
+        self.ending.wait().await;
+        if let Some(store) = self.store.clone() {
+            // An error here means that the runtime ends; then the next server tidies up.
+            let _ = tokio::task::spawn_blocking(move || store.clear()).await;
+        }
     }
+}
+
+fn store(
+    runtime: &Runtime,
+    template: &SandboxSpec,
+    limits: &Limits,
+) -> Result<Option<Store>, Error> {
+    let ttl = limits.artifact_ttl;
+    if ttl.is_zero() {
+        return Ok(None);
+    }
+    let mut folders = runtime.config().scratch.clone();
+    if runtime.config().emulated {
+        // There the disk is another machine's.
+        folders.reverse();
+    }
+    let shares = template.shares.iter().map(|share| share.host.as_path());
+    let shared: Vec<&Path> = shares.chain(template.input.as_deref()).collect();
+    let room = Room { ttl, files: limits.artifacts, bytes: limits.artifact_bytes };
+    Store::new(&folders, &shared, room).map(Some).map_err(Error::Artifacts)
+}
+
+/// Keeps what came out of a sandbox that has ended.
+async fn keep(
+    store: Option<Arc<Store>>,
+    held: &Held,
+    mut output: Output,
+) -> Result<Ended, TaskError> {
+    let released = std::mem::take(&mut output.released);
+    let (Some(store), Some(source)) = (store, lock(&held.output).take()) else {
+        return Ok(Ended { output, outcome: None });
+    };
+    let (owner, id) = (Arc::clone(&held.owner), held.id.clone());
+    let keep = move || store.keep(&owner, &id, source, released);
+    let outcome = tokio::task::spawn_blocking(keep).await;
+    let outcome = outcome.map_err(|e| internal(format!("cannot keep the artifacts: {e}")))?;
+    Ok(Ended { output, outcome: Some(outcome) })
 }
 
 fn not_found() -> TaskError {

@@ -9,7 +9,9 @@ use rmcp::ErrorData;
 use rmcp::handler::server::ServerHandler;
 use rmcp::model::{
     CacheScope, CallToolRequestParams, CallToolResponse, CallToolResult, Implementation,
-    JsonObject, ListToolsResult, PaginatedRequestParams, ServerCapabilities, ServerConfig, Tool,
+    JsonObject, ListResourceTemplatesResult, ListResourcesResult, ListToolsResult,
+    PaginatedRequestParams, ReadResourceRequestParams, ReadResourceResponse, ResourcesCapability,
+    ServerCapabilities, ServerConfig, Tool,
 };
 use rmcp::service::{RequestContext, RoleServer};
 use serde::de::DeserializeOwned;
@@ -17,6 +19,7 @@ use serde::de::DeserializeOwned;
 use super::metrics::{Metrics, Outcome};
 pub(super) use super::progress::Context;
 use super::render::{self, Budget};
+use super::resources;
 use super::sandboxes::{Caller, Sandboxes};
 use super::tools::args::{CreateSandboxArgs, DestroySandboxArgs};
 use super::tools::results::CreateSandboxResult;
@@ -25,7 +28,7 @@ use super::tools::{self, Name};
 const INSTRUCTIONS: &str = "Runs code and commands in isolated Linux microVMs without network. \
     run_command and execute_code without sandbox_id get a fresh microVM that is discarded after the \
     call. For work in several steps call create_sandbox once, pass its sandbox_id, and \
-    destroy_sandbox at the end; with it, execute_code keeps variables. A program that fails is a \
+    destroy_sandbox at the end, which gives what is in /workspace/output as resources; with it, execute_code keeps variables. A program that fails is a \
     normal result: look at exit_code and stderr. Work longer than a minute: start_process and \
     poll_process.";
 
@@ -118,9 +121,10 @@ impl Server {
             }
             Name::DestroySandbox => {
                 let args: DestroySandboxArgs = parse(tool, arguments)?;
-                let output = self.sandboxes.destroy(&self.caller, &args.sandbox_id).await?;
+                let ended = self.sandboxes.destroy(&self.caller, &args.sandbox_id).await?;
                 let budget = Budget::new(super::limits::DEFAULT_OUTPUT_BYTES, false);
-                render::both(&render::destroyed(output, budget))
+                let ttl = self.sandboxes.limits.artifact_ttl.as_secs();
+                render::destroyed(ended, ttl, budget, context.knows_links)
             }
         }
     }
@@ -130,9 +134,15 @@ impl ServerHandler for Server {
     fn get_info(&self) -> ServerConfig {
         let mut name = Implementation::new("casulo", env!("CARGO_PKG_VERSION"));
         name.title = Some("Casulo".to_owned());
-        ServerConfig::new(ServerCapabilities::builder().enable_tools().build())
-            .with_server_info(name)
-            .with_instructions(if self.keep { SHARED_INSTRUCTIONS } else { INSTRUCTIONS })
+        let mut capabilities = ServerCapabilities::builder().enable_tools().build();
+        if self.sandboxes.store.is_some() {
+            capabilities.resources = Some(ResourcesCapability::default());
+        }
+        ServerConfig::new(capabilities).with_server_info(name).with_instructions(if self.keep {
+            SHARED_INSTRUCTIONS
+        } else {
+            INSTRUCTIONS
+        })
     }
 
     async fn list_tools(
@@ -144,6 +154,30 @@ impl ServerHandler for Server {
         Ok(ListToolsResult::with_all_items(list)
             .with_ttl_ms(3_600_000)
             .with_cache_scope(CacheScope::Private))
+    }
+
+    async fn list_resources(
+        &self,
+        request: Option<PaginatedRequestParams>,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<ListResourcesResult, ErrorData> {
+        self.resources(request.and_then(|request| request.cursor))
+    }
+
+    async fn list_resource_templates(
+        &self,
+        _request: Option<PaginatedRequestParams>,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<ListResourceTemplatesResult, ErrorData> {
+        Ok(resources::templates())
+    }
+
+    async fn read_resource(
+        &self,
+        request: ReadResourceRequestParams,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<ReadResourceResponse, ErrorData> {
+        self.resource(&request.uri).await.map(Into::into)
     }
 
     fn get_tool(&self, name: &str) -> Option<Tool> {

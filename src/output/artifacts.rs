@@ -2,8 +2,7 @@
 //!
 //! The staging folder lies in the output folder, private and with a name that cannot be guessed: only
 //! there is it sure to be on the same file system, so that a file comes out by one rename, whole or not
-//! at all. A lock tells a staging folder in use from one whose owner was killed; the latter is removed
-//! by the next task with this output folder.
+//! at all.
 
 use std::ffi::{CStr, CString, OsStr};
 use std::io;
@@ -12,13 +11,12 @@ use std::os::unix::ffi::OsStrExt;
 
 use casulo_protocol::result::{Change, FileChange, FileKind, Reason, Rejected};
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
-use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, RenameFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use super::inspect::{Hasher, Output, has_control, lossy, open_file};
-use super::walk::{Entry, Place, Visitor, open_closed_folder, open_folder, remove, walk};
-use crate::image::hex;
-use crate::runtime::random;
+use super::private::PrivateFolder;
+use super::walk::{Entry, Place, Visitor, open_closed_folder, open_folder, walk};
 
 /// Begin of the name of every staging folder.
 const PREFIX: &[u8] = b".casulo-staging-";
@@ -66,30 +64,19 @@ pub(crate) fn compile(patterns: &[String]) -> Result<GlobSet, String> {
 /// A staging folder. Dropping it removes it.
 #[derive(Debug)]
 pub(super) struct Staging {
-    output: OwnedFd,
-    name: CString,
-    root: OwnedFd,
+    folder: PrivateFolder,
     patterns: GlobSet,
 }
 
 impl Staging {
     /// Makes one in `output`, and removes those that nobody uses any more.
     pub(super) fn new(output: OwnedFd, patterns: GlobSet) -> io::Result<Self> {
-        sweep(&output);
-        loop {
-            let token = random::<16>().map_err(io::Error::other)?;
-            let name = CString::new([PREFIX, hex(&token).as_bytes()].concat())?;
-            rustix::fs::mkdirat(&output, &name, Mode::RWXU)?;
-            if let Some(root) = lock(&output, &name)? {
-                return Ok(Self { output, name, root, patterns });
-            }
-            // Another task took it for one that nobody uses.
-        }
+        Ok(Self { folder: PrivateFolder::new(output, PREFIX)?, patterns })
     }
 
     /// Where the guest writes.
     pub(super) fn root(&self) -> &OwnedFd {
-        &self.root
+        self.folder.root()
     }
 
     /// Moves every regular file that matches a pattern to its place in the output folder.
@@ -99,50 +86,9 @@ impl Staging {
     pub(super) fn release(&self, share: &str, out: &mut Output) -> io::Result<()> {
         let mut release =
             Release { staging: self, share, out, hasher: Hasher::default(), target: None };
-        walk(&self.root, (), &mut release)?;
+        walk(self.root(), (), &mut release)?;
         out.files.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(())
-    }
-}
-
-impl Drop for Staging {
-    fn drop(&mut self) {
-        // What cannot be removed now is removed by the next task with this output folder.
-        let _ = remove(&self.output, &self.name);
-    }
-}
-
-/// Opens and locks a staging folder; `None` when somebody else has it, or it is gone.
-fn lock(output: &OwnedFd, name: &CStr) -> io::Result<Option<OwnedFd>> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let root = match rustix::fs::openat(output, name, flags, Mode::empty()) {
-        Err(Errno::NOENT) => return Ok(None),
-        opened => opened?,
-    };
-    match rustix::fs::flock(&root, FlockOperation::NonBlockingLockExclusive) {
-        Err(Errno::WOULDBLOCK) => return Ok(None),
-        locked => locked?,
-    }
-    let ours = rustix::fs::fstat(&root)?;
-    match rustix::fs::statat(output, name, AtFlags::SYMLINK_NOFOLLOW) {
-        Ok(there) if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino) => Ok(Some(root)),
-        _ => Ok(None),
-    }
-}
-
-/// Removes staging folders whose owners are gone.
-fn sweep(output: &OwnedFd) {
-    // On 9p a lock tells nothing of the other side's tasks.
-    if super::is_9p(output) {
-        return;
-    }
-    let Ok(entries) = Dir::read_from(output) else { return };
-    let names = entries.flatten().map(|entry| entry.file_name().to_owned());
-    let stale: Vec<CString> = names.filter(|name| name.to_bytes().starts_with(PREFIX)).collect();
-    for name in stale {
-        if let Ok(Some(_lock)) = lock(output, &name) {
-            let _ = remove(output, &name);
-        }
     }
 }
 
@@ -180,7 +126,10 @@ impl Visitor for Release<'_> {
                 continue;
             }
             match self.release(place, &entry, &path) {
-                Ok(change) => self.out.change(change),
+                Ok(change) => {
+                    self.out.release(&path, &change);
+                    self.out.change(change);
+                }
                 Err(e) => {
                     let share = self.share.to_owned();
                     let mut rejected =
@@ -215,7 +164,7 @@ impl Release<'_> {
     /// Moves a file into its place.
     fn place(&mut self, place: &Place<'_>, name: &CStr) -> io::Result<Change> {
         if self.target.as_ref().is_none_or(|(path, _)| path != place.path) {
-            let folder = make_folders(&self.staging.output, place.path)?;
+            let folder = make_folders(self.staging.folder.parent(), place.path)?;
             self.target = Some((place.path.to_owned(), folder));
         }
         let Some((_, target)) = &self.target else { return Err(Errno::NOENT.into()) };

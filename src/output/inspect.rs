@@ -18,6 +18,7 @@ use rustix::io::Errno;
 use sha2::{Digest, Sha256};
 
 use super::baseline::{Baseline, Id, MOST_ENTRIES, State, target};
+use super::keep::Released;
 use super::walk::{Entry, Place, Visitor, open_closed_folder, open_folder, remove, retrying, walk};
 use crate::image::hex;
 
@@ -45,6 +46,8 @@ pub struct Output {
     pub rejected_omitted: u64,
     /// Files and links that matched no artifact pattern.
     pub withheld: u64,
+    /// The regular files among `files`, by their very names.
+    pub(crate) released: Vec<Released>,
 }
 
 impl Output {
@@ -64,6 +67,14 @@ impl Output {
             self.files.push(change);
         } else {
             self.files_omitted = self.files_omitted.saturating_add(1);
+        }
+    }
+
+    /// Notes a regular file that is there at the end.
+    pub(super) fn release(&mut self, path: &[u8], change: &FileChange) {
+        if self.released.len() < MOST_CHANGES {
+            let (size, sha256) = (change.size, change.sha256.clone());
+            self.released.push(Released { path: path.to_owned(), size, sha256 });
         }
     }
 
@@ -187,11 +198,16 @@ impl Inspector<'_> {
             Some(_) => Change::Modified,
         };
         let mut path = place.path_of(&entry.name);
+        let whole = path.len() < LONGEST;
         path.truncate(LONGEST);
         let mut file = FileChange::new(lossy(&path), now.kind, now.size, change);
         if now.kind == FileKind::File && self.out.files.len() < MOST_CHANGES {
             let opened = open_file(place.folder, &entry.name);
             file.sha256 = opened.ok().and_then(|file| self.hasher.digest(file));
+            // A longer path cannot be opened.
+            if whole {
+                self.out.release(&path, &file);
+            }
         }
         self.out.change(file);
     }

@@ -9,6 +9,9 @@
 mod artifacts;
 mod baseline;
 mod inspect;
+#[cfg_attr(not(feature = "gateway"), expect(dead_code, reason = "the gateway keeps what came out"))]
+mod keep;
+mod private;
 #[cfg(test)]
 mod tests;
 mod walk;
@@ -27,6 +30,12 @@ pub(crate) use self::artifacts::compile;
 pub(crate) use self::baseline::Baseline;
 pub use self::inspect::Output;
 use self::inspect::Wanted;
+#[cfg(feature = "gateway")]
+pub(crate) use self::keep::{How, Released, keep, open_kept};
+#[cfg(feature = "gateway")]
+pub(crate) use self::private::PrivateFolder;
+#[cfg(feature = "gateway")]
+pub(crate) use self::walk::{open_folder, remove};
 use crate::error::Error;
 use crate::shares::{Share, ShareError};
 
@@ -69,13 +78,20 @@ impl Outputs {
     ///
     /// # Errors
     /// A wrong pattern, an output folder in use by another sandbox, or a folder that cannot be read.
-    pub(crate) async fn begin(spec: &SandboxSpec, shares: &mut [Share]) -> Result<Self, Error> {
+    ///
+    /// `private`: nobody else knows the output folder.
+    pub(crate) async fn begin(
+        spec: &SandboxSpec,
+        shares: &mut [Share],
+        private: bool,
+    ) -> Result<Self, Error> {
         let patterns = compile(&spec.artifacts).map_err(Error::Invalid)?;
         let mut outputs =
             Self { folders: Vec::new(), links: spec.output_links, staging: None, _lock: None };
         for share in shares.iter_mut().filter(|s| !s.mount.read_only && !s.mount.file) {
             let is_output = share.mount.share == "output";
             if is_output {
+                share.cache = private;
                 let path = spec.output.as_deref().unwrap_or(Path::new("the output folder"));
                 let failed = |e: io::Error| Error::Share(ShareError::io(path, e));
                 let lock = lock(&share.root, path, !spec.artifacts.is_empty())?;

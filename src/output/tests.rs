@@ -24,7 +24,7 @@ fn root(path: &Path) -> OwnedFd {
 fn task(spec: &SandboxSpec, work: impl FnOnce(&Path)) -> Output {
     let mut shares = shares::open_all(spec, &[]).unwrap();
     let tokio = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let outputs = tokio.block_on(Outputs::begin(spec, &mut shares)).unwrap();
+    let outputs = tokio.block_on(Outputs::begin(spec, &mut shares, false)).unwrap();
     let seen = std::fs::read_link(walk::fd_path(&shares[0].root)).unwrap();
     work(&seen);
     outputs.finish(true).unwrap()
@@ -410,7 +410,7 @@ fn an_output_folder_serves_one_task_or_several_with_artifacts() {
     let tokio = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let begin = |spec: &SandboxSpec| {
         let mut shares = shares::open_all(spec, &[]).unwrap();
-        tokio.block_on(Outputs::begin(spec, &mut shares))
+        tokio.block_on(Outputs::begin(spec, &mut shares, false))
     };
     let busy = |result: Result<Outputs, Error>| {
         matches!(result, Err(Error::Share(ShareError::Busy { .. })))

@@ -140,7 +140,7 @@ fn identity(fd: impl AsFd) -> io::Result<(u64, u64)> {
 }
 
 /// Opens a folder as a path, following no link.
-pub(super) fn open_folder(at: impl AsFd, name: &CStr) -> Result<OwnedFd, Errno> {
+pub(crate) fn open_folder(at: impl AsFd, name: &CStr) -> Result<OwnedFd, Errno> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     retrying(|| rustix::fs::openat2(&at, name, flags, Mode::empty(), RESOLVE))
 }
@@ -197,7 +197,7 @@ pub(super) fn fd_path(fd: impl AsFd) -> String {
 ///
 /// # Errors
 /// Something could not be removed; what could be is gone.
-pub(super) fn remove(folder: impl AsFd, name: &CStr) -> io::Result<()> {
+pub(crate) fn remove(folder: impl AsFd, name: &CStr) -> io::Result<()> {
     match rustix::fs::unlinkat(&folder, name, AtFlags::empty()) {
         Err(Errno::ISDIR | Errno::PERM) => {}
         other => return Ok(other?),

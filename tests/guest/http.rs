@@ -11,14 +11,14 @@ use crate::client::Client;
 use crate::support::{casulo, folder, wait};
 
 /// A server with the callers `ana` and `bob`.
-struct Server {
-    child: Child,
-    url: String,
+pub(crate) struct Server {
+    pub(crate) child: Child,
+    pub(crate) url: String,
     tokens: PathBuf,
     _folder: tempfile::TempDir,
 }
 
-fn token(name: &str) -> String {
+pub(crate) fn token(name: &str) -> String {
     format!("{name:x<40}")
 }
 
@@ -27,7 +27,7 @@ impl Server {
         Self::with(listen, &[])
     }
 
-    fn with(listen: &str, more: &[&str]) -> Self {
+    pub(crate) fn with(listen: &str, more: &[&str]) -> Self {
         let folder = folder();
         let tokens = folder.path().join("tokens");
         let mut options = std::fs::OpenOptions::new();
@@ -47,14 +47,14 @@ impl Server {
         Self { child, url: url.unwrap(), tokens, _folder: folder }
     }
 
-    fn client(&self, caller: &str) -> Client {
+    pub(crate) fn client(&self, caller: &str) -> Client {
         let mut command = casulo(["mcp", "--connect", &self.url, "--caller", caller]);
         command.arg("--token-file").arg(&self.tokens);
         Client::of(command)
     }
 
     /// SIGTERM, and an orderly end.
-    fn end(mut self) {
+    pub(crate) fn end(mut self) {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
         assert!(wait(&mut self.child).success());

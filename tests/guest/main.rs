@@ -6,6 +6,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
+mod artifacts;
 mod broken;
 mod client;
 #[allow(dead_code, unreachable_pub, reason = "the tests of the VMM use more of it")]

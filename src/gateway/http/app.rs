@@ -20,7 +20,10 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::super::Gateway;
+use super::super::metrics::Metrics;
+use super::super::sandboxes::{self, Sandboxes};
 use super::auth::{Callers, Entry};
+use super::files;
 use super::origin::{Foreign, Names};
 
 /// Path of the MCP endpoint.
@@ -59,6 +62,7 @@ pub(in super::super) fn endpoint(server: impl ServerHandler + Clone) -> Endpoint
 
 /// A caller and its MCP sessions, which nobody else can name.
 struct Caller {
+    name: sandboxes::Caller,
     mcp: Mcp,
     sessions: Arc<LocalSessionManager>,
 }
@@ -77,7 +81,7 @@ impl Caller {
             .with_max_request_body_bytes(MAX_BODY)
             .with_cancellation_token(cancel.clone());
         let mcp = gateway.endpoint(name)(Arc::clone(&sessions), config);
-        Arc::new(Self { mcp, sessions })
+        Arc::new(Self { name: name.into(), mcp, sessions })
     }
 }
 
@@ -93,10 +97,10 @@ pub(super) struct App {
 }
 
 /// A call that is being answered, until the last byte of its answer.
-struct InFlight(Arc<App>);
+pub(super) struct InFlight(Arc<App>);
 
 impl InFlight {
-    fn new(app: &Arc<App>) -> Self {
+    pub(super) fn new(app: &Arc<App>) -> Self {
         app.in_flight.send_modify(|n| *n = n.saturating_add(1));
         Self(Arc::clone(app))
     }
@@ -138,6 +142,25 @@ impl App {
 
     pub(super) fn connected(&self) {
         self.gateway.metrics.connections.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn sandboxes(&self) -> &Sandboxes {
+        &self.gateway.sandboxes
+    }
+
+    pub(super) fn metrics(&self) -> Arc<Metrics> {
+        Arc::clone(&self.gateway.metrics)
+    }
+
+    /// The answer to new calls when the server is about to end.
+    pub(super) fn refused(&self) -> Option<Response<Body>> {
+        if !self.draining.load(Ordering::Relaxed) {
+            return None;
+        }
+        let message = "this server is about to end and takes no more calls";
+        let mut response = problem(StatusCode::SERVICE_UNAVAILABLE, ErrorClass::Capacity, message);
+        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("5"));
+        Some(response)
     }
 
     pub(super) async fn handle(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
@@ -189,10 +212,12 @@ impl App {
                 response
             }
             "/metrics" => not_allowed("GET"),
+            path if path.starts_with(files::PREFIX) => self.files(&caller.name, &request).await,
             _ => problem(
                 StatusCode::NOT_FOUND,
                 ErrorClass::InvalidArgument,
-                "there is nothing here; MCP is at /mcp",
+                "there is nothing here; MCP is at /mcp, and what came out of a sandbox at \
+                 /v1/sandboxes/{id}/files",
             ),
         }
     }
@@ -209,12 +234,8 @@ impl App {
             return response;
         }
         let in_flight = InFlight::new(self);
-        if self.draining.load(Ordering::Relaxed) {
-            let message = "this server is about to end and takes no more calls";
-            let mut response =
-                problem(StatusCode::SERVICE_UNAVAILABLE, ErrorClass::Capacity, message);
-            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("5"));
-            return response;
+        if let Some(refused) = self.refused() {
+            return refused;
         }
         let (head, body) = request.into_parts();
         let body = match read(body).await {
@@ -301,7 +322,7 @@ fn jsonrpc(status: StatusCode, id: Option<RequestId>, error: ErrorData) -> Respo
 }
 
 /// An error in the form that tools give too.
-fn problem(status: StatusCode, class: ErrorClass, message: &str) -> Response<Body> {
+pub(super) fn problem(status: StatusCode, class: ErrorClass, message: &str) -> Response<Body> {
     let retry = if status.is_server_error() { Retry::Yes } else { Retry::No };
     let error = TaskError { class, message: message.to_owned(), retry };
     let body = serde_json::to_string(&error).unwrap_or_default();
@@ -315,7 +336,7 @@ fn unauthorized(message: &str) -> Response<Body> {
     response
 }
 
-fn not_allowed(methods: &'static str) -> Response<Body> {
+pub(super) fn not_allowed(methods: &'static str) -> Response<Body> {
     let mut response = text(StatusCode::METHOD_NOT_ALLOWED, "method not allowed\n".into());
     response.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
     response

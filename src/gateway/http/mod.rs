@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   accept -> TLS if any -> HTTP/1.1 -> names and origins -> who calls -> /mcp
+//!                                                                         /v1/sandboxes/{id}/files
 //!                                                                         /metrics
 //! ```
 //!
@@ -14,8 +15,11 @@
 
 mod app;
 mod auth;
+mod files;
 mod listen;
 mod origin;
+mod pieces;
+mod range;
 #[cfg(test)]
 pub(crate) mod tests;
 mod tls;
@@ -33,6 +37,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Semaphore;
+use tokio_io_timeout::TimeoutStream;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
@@ -271,6 +276,8 @@ async fn connection<S>(stream: S, app: Arc<App>, watcher: Watcher)
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
+    let mut stream = TimeoutStream::new(stream);
+    stream.set_write_timeout(Some(app.sandboxes().limits.stall));
     let service = service_fn(move |request| {
         let app = Arc::clone(&app);
         async move { Ok::<_, std::convert::Infallible>(app.handle(request).await) }
@@ -279,7 +286,7 @@ where
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
         .max_buf_size(MAX_HEAD)
-        .serve_connection(TokioIo::new(stream), service);
+        .serve_connection(TokioIo::new(Box::pin(stream)), service);
     // A client that breaks the protocol or goes away has been answered as far as possible.
     let _ = watcher.watch(connection).await;
 }

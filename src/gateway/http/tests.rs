@@ -21,16 +21,20 @@ use crate::gateway::Limits;
 use crate::{Runtime, RuntimeConfig};
 
 pub(crate) const ANA: &str = "ana-0123456789abcdef0123456789abcdef";
-const BOB: &str = "bob-0123456789abcdef0123456789abcdef";
+pub(super) const BOB: &str = "bob-0123456789abcdef0123456789abcdef";
 /// A bound against hanging, not a measurement.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) fn gateway() -> Arc<Gateway> {
+    gateway_with(Limits::default())
+}
+
+pub(super) fn gateway_with(limits: Limits) -> Arc<Gateway> {
     // Never started: no test makes a sandbox.
     let vmm = std::env::current_exe().unwrap();
     let runtime = Runtime::open(RuntimeConfig::in_home(Path::new("/nonexistent"), vmm)).unwrap();
     let host = casulo_protocol::result::HostKind::Native;
-    Arc::new(Gateway::new(Arc::new(runtime), SandboxSpec::default(), Limits::default(), host))
+    Arc::new(Gateway::new(Arc::new(runtime), SandboxSpec::default(), limits, host).unwrap())
 }
 
 pub(crate) fn tokens() -> Vec<Entry> {
@@ -42,26 +46,31 @@ pub(crate) struct Running {
     pub(crate) address: Address,
     pub(crate) stop: CancellationToken,
     pub(crate) task: tokio::task::JoinHandle<()>,
+    pub(super) gateway: Arc<Gateway>,
 }
 
 impl Running {
     pub(crate) async fn start(config: Config) -> Self {
-        let server = HttpServer::bind(gateway(), config).await.unwrap();
+        Self::serving(gateway(), config).await
+    }
+
+    pub(super) async fn serving(gateway: Arc<Gateway>, config: Config) -> Self {
+        let server = HttpServer::bind(Arc::clone(&gateway), config).await.unwrap();
         let (address, stop) = (server.address().clone(), CancellationToken::new());
         let task = tokio::spawn(server.serve(stop.clone(), CancellationToken::new()));
-        Self { address, stop, task }
+        Self { address, stop, task, gateway }
     }
 
     pub(crate) async fn local() -> Self {
         Self::start(Config::new("127.0.0.1:0".parse().unwrap(), tokens())).await
     }
 
-    async fn connect(&self) -> TcpStream {
+    pub(super) async fn connect(&self) -> TcpStream {
         let Address::Tcp(address) = &self.address else { panic!("no TCP") };
         TcpStream::connect(address).await.unwrap()
     }
 
-    async fn send(&self, request: Request<Full<Bytes>>) -> Reply {
+    pub(super) async fn send(&self, request: Request<Full<Bytes>>) -> Reply {
         send(self.connect().await, request).await
     }
 }
@@ -73,15 +82,17 @@ impl Drop for Running {
 }
 
 #[derive(Debug)]
-struct Reply {
-    status: StatusCode,
-    headers: HeaderMap,
-    body: String,
+pub(super) struct Reply {
+    pub(super) status: StatusCode,
+    pub(super) headers: HeaderMap,
+    pub(super) bytes: Bytes,
+    /// The bytes as text.
+    pub(super) body: String,
 }
 
 impl Reply {
     /// The JSON-RPC message: the body, or the last event of a stream.
-    fn json(&self) -> Value {
+    pub(super) fn json(&self) -> Value {
         let text = self.body.lines().filter_map(|line| line.strip_prefix("data:")).next_back();
         serde_json::from_str(text.unwrap_or(&self.body))
             .unwrap_or_else(|e| panic!("{e} in {self:?}"))
@@ -102,7 +113,8 @@ async fn send(
         Reply {
             status: head.status,
             headers: head.headers,
-            body: String::from_utf8(body.to_vec()).unwrap(),
+            body: String::from_utf8_lossy(&body).into_owned(),
+            bytes: body,
         }
     };
     let reply = tokio::time::timeout(PATIENCE, work).await.unwrap();
@@ -110,7 +122,7 @@ async fn send(
     reply
 }
 
-fn get(path: &str, token: Option<&str>) -> Request<Full<Bytes>> {
+pub(super) fn get(path: &str, token: Option<&str>) -> Request<Full<Bytes>> {
     let mut request = Request::new(Full::default());
     *request.uri_mut() = path.parse().unwrap();
     let headers = request.headers_mut();
@@ -122,7 +134,7 @@ fn get(path: &str, token: Option<&str>) -> Request<Full<Bytes>> {
     request
 }
 
-fn post(token: Option<&str>, body: impl Into<Bytes>) -> Request<Full<Bytes>> {
+pub(super) fn post(token: Option<&str>, body: impl Into<Bytes>) -> Request<Full<Bytes>> {
     let mut request = get("/mcp", token).map(|_| Full::new(body.into()));
     *request.method_mut() = Method::POST;
     let headers = request.headers_mut();
@@ -134,13 +146,13 @@ fn post(token: Option<&str>, body: impl Into<Bytes>) -> Request<Full<Bytes>> {
 }
 
 /// A request of MCP 2026-07-28.
-fn modern(token: Option<&str>, method: &str, mut params: Value) -> Request<Full<Bytes>> {
+pub(super) fn modern(token: Option<&str>, method: &str, mut params: Value) -> Request<Full<Bytes>> {
     params["_meta"] = json!({
         "io.modelcontextprotocol/protocolVersion": "2026-07-28",
         "io.modelcontextprotocol/clientCapabilities": {},
         "io.modelcontextprotocol/clientInfo": {"name": "test", "version": "1"},
     });
-    let name = params.get("name").and_then(Value::as_str).map(str::to_owned);
+    let name = params.get("name").or(params.get("uri")).and_then(Value::as_str).map(str::to_owned);
     let body = json!({"jsonrpc": "2.0", "id": 1, "method": method, "params": params});
     let mut request = post(token, body.to_string());
     let headers = request.headers_mut();
@@ -157,7 +169,7 @@ fn list(token: Option<&str>) -> Request<Full<Bytes>> {
 }
 
 /// The first request of MCP 2025-11-25.
-fn initialize(token: Option<&str>) -> Request<Full<Bytes>> {
+pub(super) fn initialize(token: Option<&str>) -> Request<Full<Bytes>> {
     let body = json!({"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": {
         "protocolVersion": "2025-11-25",
         "capabilities": {},
@@ -166,7 +178,10 @@ fn initialize(token: Option<&str>) -> Request<Full<Bytes>> {
     post(token, body.to_string())
 }
 
-fn in_session(mut request: Request<Full<Bytes>>, session: &HeaderValue) -> Request<Full<Bytes>> {
+pub(super) fn in_session(
+    mut request: Request<Full<Bytes>>,
+    session: &HeaderValue,
+) -> Request<Full<Bytes>> {
     request.headers_mut().insert("mcp-session-id", session.clone());
     request.headers_mut().insert("mcp-protocol-version", HeaderValue::from_static("2025-11-25"));
     request
@@ -185,7 +200,13 @@ async fn only_a_callers_token_opens() {
         assert_eq!(reply.status, StatusCode::OK, "{reply:?}");
     }
     for token in [None, Some(""), Some("wrong"), Some(&ANA[..ANA.len() - 1])] {
-        for request in [list(token), initialize(token), get("/metrics", token), get("/x", token)] {
+        for request in [
+            list(token),
+            initialize(token),
+            get("/metrics", token),
+            get("/x", token),
+            get("/v1/sandboxes/a/files", token),
+        ] {
             let reply = server.send(request).await;
             assert_eq!(reply.status, StatusCode::UNAUTHORIZED, "{token:?} {reply:?}");
             assert!(reply.headers[header::WWW_AUTHENTICATE].to_str().unwrap().contains("Bearer"));

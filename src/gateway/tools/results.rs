@@ -76,11 +76,36 @@ pub struct CreateSandboxResult {
     pub max_life_seconds: u64,
 }
 
+/// A file that came out of a sandbox and is kept.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct ArtifactFile {
+    /// Relative to the output folder; made safe to read.
+    pub path: String,
+    /// Bytes.
+    pub size: u64,
+    /// SHA-256 in lower-case hex.
+    pub sha256: String,
+    /// What names it to resources/read.
+    pub uri: String,
+}
+
 /// Result of `destroy_sandbox`.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct DestroySandboxResult {
     /// Always true; a sandbox that does not exist is an error.
     pub destroyed: bool,
+    /// The files that came out of it and are kept for a while, sorted by path: each is a resource, which
+    /// resources/read reads.
+    pub artifacts: Vec<ArtifactFile>,
+    /// Further ones that are kept, for which `artifacts` has no room.
+    pub artifacts_omitted: u64,
+    /// Files that are not kept.
+    pub artifacts_lost: u64,
+    /// Seconds for which they are kept.
+    pub artifact_ttl_seconds: u64,
+    /// What to know of those that are not named or not kept.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
     /// What changed in the output folder, or was released into it, sorted by path.
     pub files: Vec<FileChange>,
     /// Further changes for which `files` has no room.
