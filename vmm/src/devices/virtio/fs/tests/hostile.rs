@@ -367,7 +367,7 @@ fn forgetting_too_much_is_harmless() {
     // One that would keep the server busy is cut.
     let file = world.node("rw/a.txt");
     let mut body = bytes_of(&BatchForgetIn { count: u32::MAX, dummy: 0 });
-    body.resize(1 << 20, 0);
+    body.resize(body.len() + (1 << 20), 0);
     body.extend(bytes_of(&ForgetOne { node: file, lookups: 1 }));
     let len = (InHeader::SIZE + body.len()) as u32;
     let header = InHeader { len, opcode: op::BATCH_FORGET, ..Default::default() };
