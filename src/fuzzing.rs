@@ -51,6 +51,14 @@ pub async fn calls(stream: UnixStream) {
     told(client.call::<FileList>(tool::LIST_FILES, &call).await);
 }
 
+/// A wrapped server: its handshake, its lists, and a call of each of its tools.
+#[cfg(feature = "wrap")]
+pub async fn wrapped(stream: UnixStream) {
+    for sentence in crate::wrap::fuzzing::talk(stream).await {
+        fit_to_print(&sentence);
+    }
+}
+
 fn told<T>(result: Result<T, CallError>) {
     match result {
         Ok(_) => {}

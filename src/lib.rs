@@ -47,6 +47,8 @@ pub mod shares;
 #[cfg_attr(not(feature = "gateway"), expect(dead_code, reason = "the gateway uses all of it"))]
 mod text;
 mod vm;
+#[cfg(feature = "wrap")]
+pub mod wrap;
 
 pub use agent::exec::{Control, Stdio};
 pub use agent::{Execution, Program};

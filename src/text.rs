@@ -23,8 +23,20 @@ pub(crate) fn of(bytes: &[u8], raw: bool) -> String {
     if raw { text.into_owned() } else { safe(&text) }
 }
 
-/// The text without what acts unseen. A carriage return becomes the line break that it looks like.
+/// The text with what acts unseen made visible. A carriage return becomes the line break that it looks
+/// like.
 pub(crate) fn safe(text: &str) -> String {
+    clean(text, push_escaped)
+}
+
+/// The text without what acts unseen: for what a model takes as its instructions, to which even the
+/// visible form could say something.
+pub(crate) fn stripped(text: &str) -> String {
+    clean(text, |_, _| {})
+}
+
+/// As [`safe`], with `hidden` for each hidden character that is left.
+fn clean(text: &str, hidden: impl Fn(&mut String, char)) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text.chars();
     while let Some(c) = rest.next() {
@@ -33,7 +45,7 @@ pub(crate) fn safe(text: &str) -> String {
                 if let Some(after) = after_sequence(c, rest.as_str()) {
                     rest = after.chars();
                 } else {
-                    push_escaped(&mut out, c);
+                    hidden(&mut out, c);
                 }
             }
             '\r' => {
@@ -41,11 +53,17 @@ pub(crate) fn safe(text: &str) -> String {
                     out.push('\n');
                 }
             }
-            c if is_hidden(c) => push_escaped(&mut out, c),
+            c if is_hidden(c) => hidden(&mut out, c),
             c => out.push(c),
         }
     }
     out
+}
+
+/// The first characters of a name that may hold anything, for a message.
+#[cfg(feature = "wrap")]
+pub(crate) fn brief(name: &str, most: usize) -> String {
+    name.chars().take(most).flat_map(char::escape_default).collect()
 }
 
 fn push_escaped(out: &mut String, c: char) {
@@ -142,6 +160,14 @@ mod tests {
         assert_eq!(safe("50%\r100%\r\ndone\r"), "50%\n100%\ndone\n");
         assert_eq!(of(b"\xff\xfea\0", false), "\u{fffd}\u{fffd}a\\u{0}");
         assert_eq!(of(b"\xffa\0\x1b[1m", true), "\u{fffd}a\0\u{1b}[1m");
+    }
+
+    #[test]
+    fn what_acts_unseen_can_be_left_out_altogether() {
+        let tags: String =
+            "do evil".chars().map(|c| char::from_u32(0xe0000 + c as u32).unwrap()).collect();
+        let text = format!("read\u{200b} a\u{202e} file{tags}\0\u{1b}[8m, now\r\nor later\u{1b}");
+        assert_eq!(stripped(&text), "read a file, now\nor later");
     }
 
     proptest! {

@@ -32,6 +32,12 @@ struct Line {
     escaped: bool,
 }
 
+/// Whether a whole line keeps the bounds.
+#[cfg_attr(not(feature = "wrap"), expect(dead_code, reason = "only wrapped servers need it"))]
+pub(crate) fn keeps_bounds(line: &[u8]) -> bool {
+    Line::default().feed(line).is_ok()
+}
+
 impl<R> Bounded<R> {
     pub(super) fn new(inner: R) -> Self {
         Self { inner, line: Line::default() }

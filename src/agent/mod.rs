@@ -2,7 +2,7 @@
 //! it is bounded, parsed into types, and never trusted.
 
 pub(crate) mod boot;
-mod bounded;
+pub(crate) mod bounded;
 pub(crate) mod exec;
 pub(crate) mod mcp;
 mod transport;

@@ -11,6 +11,7 @@ mod run;
 mod serve;
 mod stdio;
 mod terminal;
+mod wrap;
 
 use std::io::Write;
 
@@ -46,6 +47,12 @@ enum Command {
     /// Sandboxes are made after the options of the microVM. Callers show a token and do not see each
     /// other's sandboxes.
     Serve(Box<serve::Args>),
+    /// Run somebody else's MCP server in a microVM
+    ///
+    /// To the client on standard input and output this is that server, which sees only its image and
+    /// the shares, and no network. Its tools are remembered at the first use; when they change, they
+    /// are refused until --accept-tools accepts them.
+    Wrap(Box<wrap::Args>),
     /// List and inspect images
     #[command(subcommand)]
     Image(image::Command),
@@ -75,6 +82,7 @@ pub fn main() -> u8 {
         Command::Run(args) => run::run(&args),
         Command::Mcp(args) => mcp::run(&args),
         Command::Serve(args) => serve::run(&args),
+        Command::Wrap(args) => wrap::run(&args),
         Command::Image(command) => image::run(&command),
         Command::Doctor { json } => doctor::run(json),
         Command::EmulatedHost(args) => match crate::emulated::command::run(args, &host::home()) {

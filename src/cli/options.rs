@@ -122,10 +122,10 @@ impl SandboxOptions {
     }
 }
 
-/// Options of a command.
+/// What a command finds around it.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Options of the command")]
-pub(crate) struct CommandOptions {
+pub(crate) struct EnvironmentOptions {
     /// Environment variable for the command; without a value, the one of the caller; may be repeated
     #[arg(long, value_name = "K[=V]")]
     pub(crate) env: Vec<String>,
@@ -138,12 +138,9 @@ pub(crate) struct CommandOptions {
     /// Working folder in the guest [default: the image's, else /workspace/output]
     #[arg(long, value_name = "DIR")]
     pub(crate) workdir: Option<String>,
-    /// Most seconds that the command may run [default: no limit]
-    #[arg(long, value_parser = milliseconds, value_name = "SECONDS")]
-    pub(crate) timeout: Option<u64>,
 }
 
-impl CommandOptions {
+impl EnvironmentOptions {
     /// The environment: files first, in order, then `--env`.
     pub(crate) fn environment(&self) -> Result<BTreeMap<String, String>, String> {
         let mut env = BTreeMap::new();
@@ -188,7 +185,7 @@ fn variable(entry: &str, place: &str, env: &mut BTreeMap<String, String>) -> Res
 }
 
 /// `123`, `64K`, `10M`, `2G`.
-fn bytes(text: &str) -> Result<u64, String> {
+pub(crate) fn bytes(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.char_indices().next_back() {
         Some((at, 'k' | 'K')) => (text.get(..at).unwrap_or_default(), 10),
         Some((at, 'm' | 'M')) => (text.get(..at).unwrap_or_default(), 20),
@@ -200,7 +197,7 @@ fn bytes(text: &str) -> Result<u64, String> {
 }
 
 /// Seconds, with a fraction if need be, as milliseconds.
-fn milliseconds(text: &str) -> Result<u64, String> {
+pub(crate) fn milliseconds(text: &str) -> Result<u64, String> {
     let seconds: f64 = text.parse().map_err(|_| "use a number of seconds")?;
     let duration = std::time::Duration::try_from_secs_f64(seconds).map_err(|e| e.to_string())?;
     match u64::try_from(duration.as_millis()) {
@@ -262,10 +259,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("env");
         std::fs::write(&file, "# comment\n\nA=1\nB=x=y \nPATH\n").unwrap();
-        let options = CommandOptions {
+        let options = EnvironmentOptions {
             env: vec!["A=2".into(), "NO_SUCH_VARIABLE".into(), "E=".into()],
             env_file: vec![file],
-            ..CommandOptions::default()
+            ..EnvironmentOptions::default()
         };
         let env = options.environment().unwrap();
         assert_eq!(env.get("A").map(String::as_str), Some("2"));
@@ -273,7 +270,7 @@ mod tests {
         assert_eq!(env.get("E").map(String::as_str), Some(""));
         assert_eq!(env.get("PATH").cloned(), std::env::var("PATH").ok());
         assert_eq!(env.len(), 4);
-        let bad = CommandOptions { env: vec!["=x".into()], ..CommandOptions::default() };
+        let bad = EnvironmentOptions { env: vec!["=x".into()], ..EnvironmentOptions::default() };
         assert!(bad.environment().is_err());
     }
 }

@@ -13,7 +13,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
 use crate::cli::host::{self, Choice, Connection};
-use crate::cli::options::{CommandOptions, SandboxOptions};
+use crate::cli::options::{EnvironmentOptions, SandboxOptions, milliseconds};
 use crate::cli::stdio::Standard;
 use crate::cli::{FAILED, complain, terminal};
 use crate::vm::capacity;
@@ -28,7 +28,10 @@ pub(crate) struct Args {
     #[command(flatten)]
     sandbox: SandboxOptions,
     #[command(flatten)]
-    command: CommandOptions,
+    command: EnvironmentOptions,
+    /// Most seconds that the command may run [default: no limit]
+    #[arg(long, value_parser = milliseconds, value_name = "SECONDS")]
+    timeout: Option<u64>,
     /// Print on standard error where the time went
     #[arg(long)]
     timings: bool,
@@ -84,7 +87,7 @@ pub(crate) fn run(args: &Args) -> u8 {
 
 /// The command's first word when it looks like an option and no `--` stands before it: the parser takes
 /// every word that it does not know as the begin of the command.
-fn unknown_option(
+pub(crate) fn unknown_option(
     argv: &[String],
     line: impl ExactSizeIterator<Item = OsString>,
 ) -> Option<&String> {
@@ -193,7 +196,7 @@ async fn task(args: &Args, sandbox: &Sandbox) -> Result<RunResult, Error> {
     spec.env = args.command.environment().map_err(Error::Invalid)?;
     spec.user.clone_from(&args.command.user);
     spec.workdir.clone_from(&args.command.workdir);
-    spec.timeout_ms = args.command.timeout;
+    spec.timeout_ms = args.timeout;
     let stdin = input(args)?;
     let result = if args.json {
         sandbox.run_captured(&spec, stdin, JSON_OUTPUT, Files::Ignore).await?

@@ -36,7 +36,7 @@ const INVALID_REQUEST: i32 = -32600;
 const TOO_MANY_REQUESTS: i32 = -31000;
 
 /// One client.
-pub(super) struct Lines<R> {
+pub(crate) struct Lines<R> {
     read: LineReader<R>,
     /// An answer of our own that waits for room.
     pending: Option<Value>,
@@ -47,7 +47,7 @@ pub(super) struct Lines<R> {
 
 impl<R: AsyncRead + Unpin> Lines<R> {
     /// Reads from `read` and writes to `write`. Must be called inside tokio.
-    pub(super) fn new(read: R, mut write: impl AsyncWrite + Send + Unpin + 'static) -> Self {
+    pub(crate) fn new(read: R, mut write: impl AsyncWrite + Send + Unpin + 'static) -> Self {
         let (queue, mut lines) = mpsc::channel::<Vec<u8>>(QUEUE);
         let writer = tokio::spawn(async move {
             while let Some(line) = lines.recv().await {

@@ -9,12 +9,12 @@ mod files;
 #[cfg(feature = "http")]
 pub mod http;
 mod limits;
-mod lines;
+pub(crate) mod lines;
 #[cfg_attr(not(feature = "http"), expect(dead_code, reason = "only HTTP shows the counters"))]
 mod metrics;
 mod processes;
 mod progress;
-mod render;
+pub(crate) mod render;
 mod resources;
 mod run;
 mod sandboxes;

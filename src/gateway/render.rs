@@ -58,7 +58,7 @@ pub(super) fn both<T: Serialize>(value: &T) -> Result<CallToolResult, TaskError>
 }
 
 /// An error that the model can read and act on.
-pub(super) fn error(error: &TaskError) -> CallToolResult {
+pub(crate) fn error(error: &TaskError) -> CallToolResult {
     let mut error = error.clone();
     // It may repeat what the caller or the guest said.
     error.message = text::safe(&error.message.chars().take(4000).collect::<String>());

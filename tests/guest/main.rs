@@ -30,3 +30,4 @@ mod shares;
 mod support;
 mod tools;
 mod vsock;
+mod wrap;

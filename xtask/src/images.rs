@@ -18,6 +18,7 @@ use crate::paths;
 mod boot;
 mod debian;
 mod erofs;
+mod npm;
 mod progress;
 mod recipe;
 mod store;
@@ -28,7 +29,9 @@ const BUILDER: u32 = 1;
 /// Oldest guest kernel that the images are meant for.
 const MIN_KERNEL: &str = "6.12";
 /// The images, in an order in which each comes after those that it builds on.
-const IMAGES: [&str; 2] = ["base", "dev"];
+const IMAGES: [&str; 3] = ["base", "dev", "node"];
+/// Those that are made only when they are asked for.
+const EXTRA: [&str; 1] = ["node"];
 /// Digits of the key in the name of a folder of the cache.
 const KEY: usize = 16;
 /// Begin of the names of folders in which an image is being built.
@@ -37,7 +40,7 @@ const WORK: &str = ".work-";
 /// Options.
 #[derive(clap::Args, Default)]
 pub(crate) struct Args {
-    /// Build only this: `base`, `dev` or `agent` (the boot volume)
+    /// Build only this: `base`, `dev`, `node` (which is left out else) or `agent` (the boot volume)
     #[arg(long, value_name = "NAME")]
     only: Option<String>,
     /// Take the newest packages and write their versions to `rootfs/*.lock`
@@ -71,6 +74,13 @@ pub(crate) fn make_volume(args: &VolumeArgs) -> Result<()> {
         .with_context(|| format!("cannot write {}", args.volume.display()))
 }
 
+impl Args {
+    /// One image and those below it.
+    pub(crate) fn only(name: &str) -> Self {
+        Self { only: Some(name.to_owned()), ..Self::default() }
+    }
+}
+
 pub(crate) fn run(args: Args) -> Result<()> {
     let only = args.only.as_deref();
     if let Some(name) = only.filter(|name| *name != "agent" && !IMAGES.contains(name)) {
@@ -88,7 +98,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         // Asked for by name, an image still needs those below it, which are seldom out of date.
         let recipe = Recipe::load(&paths::root().join("rootfs"), name)?;
         let needed = match only {
-            None => true,
+            None => !EXTRA.contains(&name),
             Some(wanted) => {
                 wanted == name
                     || (wanted != "agent"
@@ -191,6 +201,10 @@ fn make(
     progress.step("writing the layer");
     let mut tree = Tree::from_tar(&tar, recipe.epoch)?;
     let packages = debian::packages(&tree)?;
+    if let Some(npm) = &recipe.npm {
+        progress.step("fetching packages of npm");
+        npm::add(&mut tree, npm, work, recipe.epoch)?;
+    }
     finish(&mut tree, recipe)?;
     let mut layers = Vec::new();
     if let Some(below) = below {

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use beside::Beside;
 use guests::Which;
 
-use crate::{build, fuzz, paths, pip, sh};
+use crate::{build, fuzz, images, paths, pip, sh};
 
 mod beside;
 mod guests;
@@ -95,7 +95,15 @@ pub(crate) fn run(args: Args) -> Result<()> {
         let seconds = if args.quick { QUICK_FUZZING } else { FUZZING };
         steps.step("fuzzing", || fuzz::run(fuzz::Args::all(seconds)));
     }
-    let made = built && steps.step("guest files", build::files);
+    let made = built
+        && steps.step("guest files", || {
+            build::files()?;
+            // One of the guest tests needs it.
+            match args.quick || args.clients {
+                true => Ok(()),
+                false => images::run(images::Args::only("node")),
+            }
+        });
     let all = made && args.whole() && !args.quick;
     let beside = if all && guests::together() {
         let mut clients = cargo();

@@ -31,6 +31,18 @@ struct RecipeFile {
     folders: Vec<FolderSpec>,
     #[serde(default)]
     files: Vec<FileSpec>,
+    /// Whether packages of npm belong to it, by `NAME/package.json` and `NAME/package-lock.json`.
+    #[serde(default)]
+    npm: bool,
+}
+
+/// Packages of npm.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Npm {
+    /// `package.json`.
+    pub(crate) package: String,
+    /// `package-lock.json`, with a hash for each package.
+    pub(crate) lock: String,
 }
 
 /// A user and a group of the same name and number.
@@ -123,6 +135,9 @@ pub(crate) struct Recipe {
     pub(crate) files: Vec<FileSpec>,
     /// `name=version` of every package, sorted; empty: whatever the archive offers.
     pub(crate) lock: Vec<String>,
+    /// Packages of npm. Left out where there are none, so that caches without them stay good.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) npm: Option<Npm>,
 }
 
 impl Recipe {
@@ -143,6 +158,14 @@ impl Recipe {
             let text = fs::read_to_string(&lock)
                 .with_context(|| format!("cannot read {}", lock.display()))?;
             recipe.lock = parse_lock(&text).with_context(|| format!("in {}", lock.display()))?;
+        }
+        if chain.last().is_some_and(|file| file.npm) {
+            let text = |file: &str| {
+                let path = folder.join(name).join(file);
+                fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
+            };
+            recipe.npm =
+                Some(Npm { package: text("package.json")?, lock: text("package-lock.json")? });
         }
         Ok(recipe)
     }
@@ -184,6 +207,7 @@ fn merge(chain: &[RecipeFile]) -> Result<Recipe> {
         folders: chain.iter().flat_map(|f| f.folders.clone()).collect(),
         files: chain.iter().flat_map(|f| f.files.clone()).collect(),
         lock: Vec::new(),
+        npm: None,
     })
 }
 
@@ -292,6 +316,22 @@ mod tests {
             BTreeMap::from([("A", "1"), ("B", "3")].map(|(k, v)| (k.into(), v.into())))
         );
         assert!(merge(&[recipe("name = 'x'").unwrap()]).is_err(), "no suite");
+    }
+
+    #[test]
+    fn every_package_of_npm_has_a_hash() {
+        let folder = crate::paths::root().join("rootfs");
+        let npm = Recipe::load(&folder, "node").unwrap().npm.unwrap();
+        let lock: serde_json::Value = serde_json::from_str(&npm.lock).unwrap();
+        let package: serde_json::Value = serde_json::from_str(&npm.package).unwrap();
+        let packages = lock["packages"].as_object().unwrap();
+        assert_eq!(packages[""]["dependencies"], package["dependencies"]);
+        assert!(packages.len() > 1);
+        for (name, package) in packages.iter().filter(|(name, _)| !name.is_empty()) {
+            let hash = package["integrity"].as_str().unwrap_or_default();
+            assert!(hash.starts_with("sha512-"), "{name}");
+        }
+        assert!(Recipe::load(&folder, "base").unwrap().npm.is_none());
     }
 
     #[test]
