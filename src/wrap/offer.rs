@@ -202,6 +202,10 @@ pub(super) fn result<T: DeserializeOwned>(
         return Err(format!("its result is of the kind {kind}, which is refused"));
     }
     hide(&mut value, &|text| if raw { text.to_owned() } else { text::safe(text) });
+    if let Some(result) = value.as_object_mut() {
+        // Older servers do not say so; for older clients it is left out again.
+        result.insert("resultType".to_owned(), "complete".into());
+    }
     if !prefix.is_empty() {
         for block in ["content", "contents", "messages"] {
             if let Some(Value::Array(blocks)) = value.get_mut(block) {
@@ -382,6 +386,7 @@ mod tests {
         assert_eq!(safe["content"][2]["resource"]["uri"], "p+file:///y");
         assert_eq!(safe["structuredContent"], json!({"k\\u{200b}": ["\\u{feff}"]}));
         assert!(safe.get("_meta").is_none());
+        assert_eq!(safe["resultType"], "complete");
         let raw =
             serde_json::to_value(tool_result(value.clone(), "", 4000, true).unwrap()).unwrap();
         assert_eq!(raw["content"][0]["text"], "a\u{200b}b");

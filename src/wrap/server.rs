@@ -150,7 +150,7 @@ impl Front {
                 Err(failure) => member.said.note(&failure.to_string()),
             }
         }
-        Ok(json!({key: all, "ttlMs": TTL_MS, "cacheScope": "private"}))
+        Ok(json!({"resultType": "complete", key: all, "ttlMs": TTL_MS, "cacheScope": "private"}))
     }
 
     /// A request to the server of a name or address, and its result.
@@ -302,7 +302,8 @@ impl ServerHandler for Front {
             .filter_map(|member| member.tools().ok())
             .flat_map(|tools| tools.tools.iter().map(|t| t.tool.clone()).collect::<Vec<_>>())
             .collect();
-        typed(json!({"tools": tools, "ttlMs": TTL_MS, "cacheScope": "private"}))
+        let kind = "complete";
+        typed(json!({"resultType": kind, "tools": tools, "ttlMs": TTL_MS, "cacheScope": "private"}))
     }
 
     fn get_tool(&self, name: &str) -> Option<Tool> {

@@ -45,7 +45,10 @@ fn ask(client: &mut Client, method: &str, params: Value) -> Result<Value, Value>
     let answer = client.answer(id);
     match answer.get("error") {
         Some(error) => Err(error.clone()),
-        None => Ok(answer["result"].clone()),
+        None => {
+            assert_eq!(answer["result"]["resultType"], "complete", "{method}: {answer}");
+            Ok(answer["result"].clone())
+        }
     }
 }
 
