@@ -192,7 +192,7 @@ fn the_reference_server_for_files_works_on_the_share_and_nowhere_else() {
     }
     client.end();
     assert_eq!(fs::read_to_string(output.join("moved.txt")).unwrap(), "one\nthree\n");
-    drop(home);
+    drop((home, folder));
     before.assert_unchanged();
 }
 
@@ -378,7 +378,7 @@ fn servers_of_a_file_have_prefixes_and_one_that_dies_dies_alone() {
     let echo = call(&mut client, "two_echo", json!({"text": "a"}));
     assert_eq!(echo["content"][0]["text"], "a");
     client.end();
-    drop(home);
+    drop((home, folder));
     before.assert_unchanged();
 }
 
