@@ -26,7 +26,8 @@ const NEWEST: &str = "2026-07-28";
 /// Most bytes of a result.
 const MOST: usize = 24 * 1024;
 /// Fields that differ from call to call.
-const VOLATILE: [&str; 5] = ["sandbox_id", "duration_ms", "stdout_file", "stderr_file", "modified"];
+const VOLATILE: [&str; 6] =
+    ["sandbox_id", "duration_ms", "stdout_file", "stderr_file", "modified", "uri"];
 
 /// One call and what it must give.
 #[derive(Clone, Debug, Deserialize)]
