@@ -59,6 +59,24 @@ impl Listing {
     }
 }
 
+/// What a folder of the host says is in it.
+enum Child {
+    /// `.` or `..`
+    Dots,
+    Named(Name),
+}
+
+impl Child {
+    /// `None` for names that no request can have, such as those of over 255 bytes on vfat: they are not
+    /// listed. One would also not fit where the guest's kernel takes it for certain that one more does.
+    fn new(name: &[u8]) -> Option<Self> {
+        match name {
+            b"." | b".." => Some(Self::Dots),
+            name => Name::new(name).ok().map(Self::Named),
+        }
+    }
+}
+
 impl Server {
     /// OPENDIR
     pub(super) fn opendir(&mut self, id: u64, output: &mut Output<'_>) -> Result<(), Errno> {
@@ -153,19 +171,23 @@ impl Server {
                 }
             };
             let name = entry.file_name().to_bytes();
+            let cookie = entry.next_entry_cookie();
+            let Some(child) = Child::new(name) else {
+                last = cookie;
+                continue;
+            };
             if !listing.fits(name) {
                 // An empty reply would mean the end. The descriptor stands further on than the guest.
                 return if listing.bytes.is_empty() { Err(Errno::INVAL) } else { Ok(()) };
             }
-            let cookie = entry.next_entry_cookie();
-            let dots = name == b"." || name == b"..";
             // What lies above a share is not the guest's business, its inode number included.
             let ino = if name == b".." && at_root { ROOT_ID } else { entry.ino() };
-            let plus = if listing.plus && !dots && !self.nodes.is_crowded() {
+            let plus = match &child {
                 // Without a node, the guest looks the name up when it needs it, and meets the error.
-                Name::new(name).and_then(|name| self.look_up_in(id, &fd, &name)).unwrap_or_default()
-            } else {
-                EntryOut::default()
+                Child::Named(name) if listing.plus && !self.nodes.is_crowded() => {
+                    self.look_up_in(id, &fd, name).unwrap_or_default()
+                }
+                _ => EntryOut::default(),
             };
             listing.push(&plus, (ino, cookie, entry.file_type()), name);
             last = cookie;
@@ -185,5 +207,30 @@ impl Server {
             return Ok(());
         }
         fsync(self.handles.dir(wanted.handle, id)?.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_no_request_can_have_are_not_listed() {
+        assert!(matches!(Child::new(b"."), Some(Child::Dots)));
+        assert!(matches!(Child::new(b".."), Some(Child::Dots)));
+        assert!(matches!(Child::new(&[b'x'; 255]), Some(Child::Named(_))));
+        for name in [&[b'x'; 256][..], b"a/b", b""] {
+            assert!(Child::new(name).is_none(), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn where_the_guest_takes_a_reply_for_the_end_every_name_would_have_fitted() {
+        // As the guest's kernel computes it (`fuse_listing_end` in `kernel-config/patches`).
+        for (plus, most) in [(false, 24 + 256), (true, 152 + 256)] {
+            let listing = |most| Listing { bytes: Vec::new(), nodes: Vec::new(), most, plus };
+            assert!(listing(most).fits(&[b'x'; 255]));
+            assert!(!listing(most - 1).fits(&[b'x'; 255]));
+        }
     }
 }
