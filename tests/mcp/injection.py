@@ -35,7 +35,11 @@ class Client:
         result = self.request("tools/call", name=name, arguments=arguments)
         assert not result.get("isError"), result
         assert set(result) <= {"content", "structuredContent", "isError", "resultType", "_meta"}, set(result)
-        assert [block["type"] for block in result["content"]] == ["text"]
+        kinds = [block["type"] for block in result["content"]]
+        # Files of the sandbox are linked to when it ends; their names are the attacks.
+        links = kinds[1:] if name == "destroy_sandbox" else []
+        assert kinds == ["text", *links] and set(links) <= {"resource_link"}, kinds
+        assert not HIDDEN & set(map(ord, json.dumps(result["content"][1:], ensure_ascii=False)))
         assert json.loads(result["content"][0]["text"]) == result["structuredContent"]
         return result["structuredContent"]
 
@@ -71,7 +75,9 @@ def main():
             assert set(result) == keys, (case["id"], set(result) ^ keys)
         assert client.request("tools/list") == tools, case["id"]
     assert client.call("run_command", command="echo fine")["stdout"] == "fine\n"
-    client.call("destroy_sandbox", sandbox_id=sandbox)
+    ended = client.call("destroy_sandbox", sandbox_id=sandbox)
+    assert any(file["path"] == "attack.txt" for file in ended["artifacts"]), ended
+    assert not HIDDEN & set(map(ord, json.dumps(ended, ensure_ascii=False)))
     client.server.stdin.close()
     assert client.server.wait(timeout=60) == 0
     print("ok")
