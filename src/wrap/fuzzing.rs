@@ -12,8 +12,8 @@ use super::pin::Offer;
 use super::said::Said;
 use super::upstream::Upstream;
 
-/// The program says all that it has to say long before.
-const LIMIT: Duration = Duration::from_secs(5);
+/// Both sides are on one thread: what is not there by now does not come, where the program waits too.
+const LIMIT: Duration = Duration::from_millis(10);
 const MAX_RESULT: usize = 64 * 1024;
 
 /// Speaks with a server as `casulo wrap` does; gives what it would tell.
