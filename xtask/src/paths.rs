@@ -1,7 +1,10 @@
 //! Where things are: the checkout, the user's cache folder and `CASULO_HOME`.
 
 use std::env;
-use std::path::PathBuf;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
@@ -41,4 +44,12 @@ pub(crate) fn casulo_home() -> Result<PathBuf> {
 /// Folder of the static release binaries.
 pub(crate) fn binaries() -> PathBuf {
     root().join("target/x86_64-unknown-linux-gnu/release")
+}
+
+/// Writes a new file that only this user can read.
+pub(crate) fn write_private(path: &Path, text: &str) -> Result<()> {
+    let mut options = OpenOptions::new();
+    let file = options.write(true).create_new(true).mode(0o600).open(path);
+    let written = file.and_then(|mut file| file.write_all(text.as_bytes()));
+    written.with_context(|| format!("cannot write {}", path.display()))
 }

@@ -2,13 +2,15 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+
+use crate::paths;
 
 /// Calls that warm everything up.
 const WARM: u32 = 3;
@@ -176,7 +178,7 @@ impl Http {
     fn start(plan: &Plan) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let tokens = folder.path().join("tokens");
-        write_private(&tokens, &format!("bench {TOKEN}\n"))?;
+        paths::write_private(&tokens, &format!("bench {TOKEN}\n"))?;
         let mut server = Server::start(plan, &["serve", "--listen", "127.0.0.1:0"], |command| {
             command.arg("--token-file").arg(&tokens).stderr(Stdio::piped());
             command.args(["--max-calls-per-minute", "1000000"]);
@@ -236,11 +238,4 @@ impl Client for Http {
         let data = body.lines().rev().find_map(|line| line.strip_prefix("data: {"));
         Ok(format!("{{{}", data.context("no answer among the events")?).into_bytes())
     }
-}
-
-fn write_private(path: &Path, text: &str) -> Result<()> {
-    use std::os::unix::fs::OpenOptionsExt;
-    let mut options = std::fs::OpenOptions::new();
-    options.write(true).create_new(true).mode(0o600).open(path)?.write_all(text.as_bytes())?;
-    Ok(())
 }

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use crate::build;
+use crate::{build, paths};
 
 /// A running server on a port of its own.
 pub(crate) struct Server {
@@ -24,7 +24,7 @@ impl Server {
     pub(crate) fn start(casulo: &Path) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let (file, token) = (folder.path().join("tokens"), "f".repeat(64));
-        write_private(&file, &format!("client {token}\n"))?;
+        paths::write_private(&file, &format!("client {token}\n"))?;
         Self::with(casulo, token, folder, &["--token-file".as_ref(), file.as_ref()])
     }
 
@@ -103,12 +103,4 @@ fn terminate(child: &Child) -> Result<()> {
     let pid = i32::try_from(child.id())?;
     let pid = rustix::process::Pid::from_raw(pid).context("a child has a process id")?;
     Ok(rustix::process::kill_process(pid, rustix::process::Signal::TERM)?)
-}
-
-fn write_private(path: &Path, text: &str) -> Result<()> {
-    use std::io::Write;
-    use std::os::unix::fs::OpenOptionsExt;
-    let mut options = std::fs::OpenOptions::new();
-    options.write(true).create_new(true).mode(0o600).open(path)?.write_all(text.as_bytes())?;
-    Ok(())
 }
