@@ -61,7 +61,6 @@ fn clean(text: &str, hidden: impl Fn(&mut String, char)) -> String {
 }
 
 /// The first characters of a name that may hold anything, for a message.
-#[cfg(feature = "wrap")]
 pub(crate) fn brief(name: &str, most: usize) -> String {
     name.chars().take(most).flat_map(char::escape_default).collect()
 }

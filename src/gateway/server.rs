@@ -24,6 +24,7 @@ use super::sandboxes::{Caller, Sandboxes};
 use super::tools::args::{CreateSandboxArgs, DestroySandboxArgs};
 use super::tools::results::CreateSandboxResult;
 use super::tools::{self, Name};
+use crate::text;
 
 const INSTRUCTIONS: &str = "Runs code and commands in isolated Linux microVMs without network. \
     run_command and execute_code without sandbox_id get a fresh microVM that is discarded after the \
@@ -190,10 +191,9 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
         let Some(tool) = Name::parse(&request.name) else {
-            return Err(ErrorData::invalid_params(
-                format!("unknown tool {:.100?}; tools/list names the tools", request.name),
-                None,
-            ));
+            let name = text::brief(&request.name, 100);
+            let message = format!("unknown tool {name}; tools/list names the tools");
+            return Err(ErrorData::invalid_params(message, None));
         };
         let started = Instant::now();
         let context = Context::new(&context);

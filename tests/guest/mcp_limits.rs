@@ -180,6 +180,10 @@ fn bad_lines_get_errors_and_the_next_call_works() {
     }
     let unknown = client.request("tools/call", json!({"name": "sudo", "arguments": {}}));
     assert_eq!(client.answer(unknown)["error"]["code"], -32602);
+    let long = json!({"name": "\u{202e}".repeat(100_000), "arguments": {}});
+    let unknown = client.request("tools/call", long);
+    let error = client.answer(unknown)["error"]["message"].as_str().unwrap().to_owned();
+    assert!(error.len() < 1500 && error.is_ascii(), "{} bytes", error.len());
     let unknown = client.request("no/such/method", json!({}));
     assert_eq!(client.answer(unknown)["error"]["code"], -32601);
     let result = client.good("run_command", json!({"command": "echo fine"}));
