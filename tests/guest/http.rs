@@ -174,7 +174,7 @@ fn mcp_keep_calls_without_a_sandbox_share_one() {
 /// The servers that the documents tell clients to use, by document and number.
 fn snippets() -> Vec<(String, Value)> {
     let mut found = Vec::new();
-    for name in ["docs/mcp.md", "README.md"] {
+    for name in ["docs/mcp.md", "docs/wrap.md", "README.md"] {
         let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name);
         let text = std::fs::read_to_string(path).unwrap();
         for (n, block) in text.split("```json\n").skip(1).enumerate() {
@@ -183,7 +183,7 @@ fn snippets() -> Vec<(String, Value)> {
             let json: Value =
                 serde_json::from_str(block).unwrap_or_else(|e| panic!("{place}: {e}"));
             let servers = json.get("mcpServers").or(json.get("servers"));
-            let server = servers.and_then(|servers| servers.get("casulo"));
+            let server = servers.and_then(|servers| servers.as_object()?.values().next());
             found.push((place, server.unwrap_or(&json).clone()));
         }
     }
@@ -193,6 +193,7 @@ fn snippets() -> Vec<(String, Value)> {
 #[test]
 fn the_snippets_for_clients_start() {
     let server = Server::start("127.0.0.1:7420");
+    let project = folder();
     let (mut commands, mut urls) = (0, 0);
     for (place, snippet) in snippets() {
         eprintln!("{place}");
@@ -200,7 +201,8 @@ fn the_snippets_for_clients_start() {
             commands += 1;
             assert_eq!(snippet["command"], "/path/to/casulo", "{place}");
             let args = snippet["args"].as_array().unwrap().iter().map(|arg| arg.as_str().unwrap());
-            casulo(args)
+            let project = project.path().to_str().unwrap();
+            casulo(args.map(|arg| if arg == "/path/to/project" { project } else { arg }))
         } else {
             urls += 1;
             let header = snippet["headers"]["Authorization"].as_str().unwrap();
@@ -217,6 +219,6 @@ fn the_snippets_for_clients_start() {
         assert!(answer["result"]["tools"].is_array(), "{place}: {answer}");
         client.end();
     }
-    assert!(commands >= 4 && urls >= 3, "{commands} {urls}");
+    assert!(commands >= 6 && urls >= 3, "{commands} {urls}");
     server.end();
 }
