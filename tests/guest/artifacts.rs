@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::client::Client;
 use crate::http::{Server, token};
-use crate::support::{PATIENCE, casulo, folder, home, sha256};
+use crate::support::{PATIENCE, casulo, casulo_path, folder, home, sha256};
 
 /// Five megabytes that are not all the same.
 fn big() -> Vec<u8> {
@@ -379,15 +379,20 @@ fn artifacts_of_a_killed_server_are_removed_by_the_next() {
 
 #[test]
 fn artifacts_for_which_the_disk_has_no_room_are_counted_and_the_others_kept() {
-    // In `/run`, since every other place is made small.
-    let output = tempfile::tempdir_in("/run").unwrap();
-    let small = "for place in /dev/shm /var/tmp /tmp; do mount -t tmpfs -o size=3m none $place; done; \
-                 exec \"$@\"";
+    // In `/run`, since every other place is made small; what is needed from there is brought along.
+    let stage = tempfile::tempdir_in("/run").unwrap();
+    let [output, bin, kept] = ["output", "bin", "home"].map(|name| stage.path().join(name));
+    for folder in [&output, &bin, &kept] {
+        std::fs::create_dir(folder).unwrap();
+    }
+    let small = "mount --bind \"$1\" \"$2\"; mount --bind \"$3\" \"$4\"; shift 4; \
+                 for place in /dev/shm /var/tmp /tmp; do mount -t tmpfs -o size=3m none $place; done; \
+                 cd /; exec \"$@\"";
     let mut command = std::process::Command::new("unshare");
-    command.args(["--mount", "sh", "-c", small, "sh"]);
-    let inner = casulo(["mcp", "--host", "native", "--output"]);
-    command.arg(inner.get_program()).args(inner.get_args()).arg(output.path());
-    command.env("CASULO_HOME", home());
+    command.args(["--mount", "sh", "-ec", small, "sh"]);
+    command.arg(casulo_path().parent().unwrap()).arg(&bin).arg(home()).arg(&kept);
+    command.arg(bin.join("casulo")).args(["mcp", "--host", "native", "--output"]).arg(&output);
+    command.env("CASULO_HOME", &kept);
     let mut client = Client::of(command);
     let sandbox = client.sandbox();
     let write = "for size in 1 5 1; do n=$((n + 1)); head -c ${size}000000 /dev/zero > f$n; done";
@@ -398,7 +403,7 @@ fn artifacts_for_which_the_disk_has_no_room_are_counted_and_the_others_kept() {
     assert_eq!((paths, &result["artifacts_lost"]), (vec![&json!("f1"), &json!("f3")], &json!(1)));
     assert!(result["note"].as_str().unwrap().contains("No space left"), "{result}");
     for file in ["f1", "f2", "f3"] {
-        assert!(output.path().join(&sandbox).join(file).exists(), "the operator has them all");
+        assert!(output.join(&sandbox).join(file).exists(), "the operator has them all");
     }
     client.end();
 }
