@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::client::Client;
 use crate::http::{Server, token};
-use crate::support::{PATIENCE, casulo, casulo_path, folder, home, sha256};
+use crate::support::{PATIENCE, casulo_path, folder, home, sha256};
 
 /// Five megabytes that are not all the same.
 fn big() -> Vec<u8> {
