@@ -10,6 +10,7 @@ mod server;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::rc::Rc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -44,11 +45,11 @@ fn scripts() -> PathBuf {
 /// Runs every client against `casulo mcp`, which finds its host itself, and `casulo serve`.
 pub(super) fn run() -> Result<()> {
     let casulo = paths::root().join("target/release/casulo");
-    let npm = Packages::install(&scripts().join("npm"))?;
+    let npm = Rc::new(Packages::install(&scripts().join("npm"))?);
     let calls = Calls::read(&scripts().join("calls.json"))?;
     let server = Server::start(&casulo)?;
     let mut seen = calls::Seen::default();
-    for client in clients()? {
+    for client in clients(&npm)? {
         let mut run = |way: &str, add: &dyn Fn(&mut Command)| {
             let mut command = (client.command)();
             add(command.env("CASULO_TOKEN", server.token()));
@@ -71,7 +72,7 @@ pub(super) fn run() -> Result<()> {
     conformance::run(&npm, &casulo)
 }
 
-fn clients() -> Result<Vec<Client>> {
+fn clients(npm: &Rc<Packages>) -> Result<Vec<Client>> {
     let mut clients = Vec::new();
     for (package, program) in PYTHON {
         let packages = pip::install(package, true)?;
@@ -82,7 +83,7 @@ fn clients() -> Result<Vec<Client>> {
         });
     }
     for era in TYPESCRIPT {
-        let npm = Packages::install(&scripts().join("npm"))?;
+        let npm = Rc::clone(npm);
         clients.push(Client {
             name: format!("TypeScript {era}"),
             command: Box::new(move || {
