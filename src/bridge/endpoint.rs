@@ -7,8 +7,9 @@ use std::time::Duration;
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{AUTHORIZATION, HOST, HeaderValue};
-use hyper::{Request, Response, Uri};
+use hyper::{Request, Response, StatusCode, Uri};
 use hyper_util::rt::TokioIo;
+use serde_json::Value;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsConnector;
@@ -145,12 +146,28 @@ impl Endpoint {
         Ok(Self { way: Way::Tcp { host: bare, port, tls }, name, path, host, authorization })
     }
 
-    /// Sends a request on a connection of its own; the address and the token are filled in.
+    /// Sends a request to the MCP endpoint on a connection of its own; the address and the token are
+    /// filled in.
     pub(super) async fn send(
         &self,
+        request: Request<Full<Bytes>>,
+    ) -> Result<Response<Incoming>, SendError> {
+        self.send_to(self.path.clone(), request).await
+    }
+
+    /// What is beside the MCP endpoint: `/v1/…` at the same server, behind the same proxy if any.
+    pub(super) fn beside(&self, path: &str) -> Option<Uri> {
+        let before = self.path.path().strip_suffix("/mcp").unwrap_or_default();
+        format!("{before}{path}").parse().ok()
+    }
+
+    /// As [`Self::send`], to another path.
+    pub(super) async fn send_to(
+        &self,
+        path: Uri,
         mut request: Request<Full<Bytes>>,
     ) -> Result<Response<Incoming>, SendError> {
-        *request.uri_mut() = self.path.clone();
+        *request.uri_mut() = path;
         let headers = request.headers_mut();
         headers.insert(HOST, self.host.clone());
         if let Some(value) = &self.authorization {
@@ -176,6 +193,16 @@ impl Endpoint {
         let mut connection = connection.map_err(SendError::Connect)?;
         connection.0.send_request(request).await.map_err(SendError::Exchange)
     }
+
+    /// What a server said that did not do what was asked.
+    pub(super) fn refused(&self, status: StatusCode, body: &[u8]) -> String {
+        let value = serde_json::from_slice::<Value>(body).ok();
+        let said = value.as_ref().and_then(|value| value.get("message")).and_then(Value::as_str);
+        let said = said
+            .map(str::to_owned)
+            .unwrap_or_else(|| String::from_utf8_lossy(body).trim().chars().take(300).collect());
+        format!("{self} answered {status}: {said}")
+    }
 }
 
 /// Why there is no answer.
@@ -200,7 +227,7 @@ impl Connection {
             .await
             .map_err(std::io::Error::other)?;
         // What goes wrong is seen by whoever waits for the answer.
-        tokio::spawn(connection);
+        tokio::spawn(connection.with_upgrades());
         Ok(Self(sender))
     }
 }
@@ -255,6 +282,11 @@ mod tests {
             assert!(Endpoint::new(far, Some("t"), None, true).is_ok());
             assert!(Endpoint::new(far, None, None, false).is_ok());
         }
+        let beside = |address: &str| new(address).unwrap().beside("/v1/x").unwrap().to_string();
+        assert_eq!(beside("http://localhost"), "/v1/x");
+        assert_eq!(beside("http://localhost/casulo/mcp"), "/casulo/v1/x");
+        assert_eq!(beside("http://localhost/other?a=/mcp"), "/v1/x");
+        assert_eq!(beside("unix:/run/casulo"), "/v1/x");
         let line = Endpoint::new("http://localhost", Some("a\nb"), None, false);
         assert!(matches!(line, Err(EndpointError::Token)));
         assert!(!format!("{:?}", new("http://localhost").unwrap()).contains("Bearer"));

@@ -11,6 +11,8 @@
 //! Whatever goes wrong, a request gets an answer.
 
 mod endpoint;
+#[cfg(feature = "wrap")]
+pub(crate) mod exec;
 
 use std::collections::HashMap;
 use std::io;
@@ -358,11 +360,7 @@ impl Bridge {
     fn refused(&self, status: StatusCode, body: &Bytes) -> Failure {
         let value = serde_json::from_slice::<Value>(body).ok();
         let is_error = value.as_ref().is_some_and(|value| value.get("error").is_some());
-        let said = value.as_ref().and_then(|value| value.get("message")).and_then(Value::as_str);
-        let said = said
-            .map(str::to_owned)
-            .unwrap_or_else(|| String::from_utf8_lossy(body).trim().chars().take(300).collect());
-        let message = format!("{} answered {status}: {said}", self.endpoint);
+        let message = self.endpoint.refused(status, body);
         Failure { body: value.filter(|_| is_error), message }
     }
 

@@ -1,4 +1,4 @@
-//! `casulo mcp --connect`: standard input and output to a `casulo serve` elsewhere.
+//! A `casulo serve` that answers instead of this process, and how to reach it.
 
 use std::path::PathBuf;
 
@@ -6,14 +6,10 @@ use crate::bridge::{self, Endpoint};
 use crate::cli::host;
 use crate::gateway::http;
 
-/// A server that answers instead of this process.
+/// Who to be to a server, and what to trust on the way; beside an argument `connect`.
 #[derive(clap::Args, Clone, Debug)]
 #[command(next_help_heading = "Options of a connection")]
 pub(crate) struct ConnectOptions {
-    /// Pass everything on to the `casulo serve` at http://HOST:PORT/mcp, https://HOST/mcp or
-    /// unix:PATH, where sandboxes outlive this process
-    #[arg(long, value_name = "URL", conflicts_with_all = ["SandboxOptions", "max_sandboxes", "keep"])]
-    pub(crate) connect: Option<String>,
     /// The server's token file [default: CASULO_TOKEN in the environment, else for a server on this
     /// machine token in CASULO_HOME]
     #[arg(long, value_name = "FILE", requires = "connect")]
@@ -59,22 +55,13 @@ impl ConnectOptions {
         }
     }
 
-    /// Serves until the client closes standard input; gives the exit status.
-    pub(crate) fn run(&self, url: &str) -> Result<u8, String> {
+    /// The server at `url`.
+    ///
+    /// # Errors
+    /// The address, the token or the certificates are wrong; a sentence for the user.
+    pub(crate) fn endpoint(&self, url: &str) -> Result<Endpoint, String> {
         let token = self.token(url)?;
-        let endpoint =
-            Endpoint::new(url, token.as_deref(), self.ca_file.as_deref(), self.plain_http);
-        let endpoint = endpoint.map_err(|e| e.to_string())?;
-        let tokio = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(|e| format!("cannot start: {e}"))?;
-        let result = tokio.block_on(async {
-            let (input, output) = rmcp::transport::stdio_pipes();
-            bridge::run(endpoint, input, output).await
-        });
-        // A read of standard input may still be pending; it must not keep the process.
-        tokio.shutdown_background();
-        result.map(|()| 0).map_err(|e| format!("standard input or output failed: {e}"))
+        Endpoint::new(url, token.as_deref(), self.ca_file.as_deref(), self.plain_http)
+            .map_err(|error| error.to_string())
     }
 }

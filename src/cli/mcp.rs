@@ -5,6 +5,7 @@ use std::sync::Arc;
 use casulo_protocol::result::HostKind;
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::bridge::{self, Endpoint};
 use crate::cli::connect::ConnectOptions;
 use crate::cli::host::{self, Choice, Connection};
 use crate::cli::limits::LimitOptions;
@@ -20,8 +21,15 @@ pub(crate) struct Args {
     /// Let calls that name no sandbox share one, which lives as long as this process
     #[arg(long)]
     keep: bool,
+    /// Pass everything on to the `casulo serve` at http://HOST:PORT/mcp, https://HOST/mcp or
+    /// unix:PATH, where sandboxes outlive this process
+    #[arg(
+        long, value_name = "URL", help_heading = "Options of a connection",
+        conflicts_with_all = ["SandboxOptions", "max_sandboxes", "keep"]
+    )]
+    connect: Option<String>,
     #[command(flatten)]
-    connect: ConnectOptions,
+    connection: ConnectOptions,
     #[command(flatten)]
     sandbox: SandboxOptions,
     #[command(flatten)]
@@ -30,23 +38,40 @@ pub(crate) struct Args {
 
 /// Serves until the client closes standard input; gives the exit status.
 pub(crate) fn run(args: &Args) -> u8 {
-    if let Some(url) = &args.connect.connect {
-        return args.connect.run(url).unwrap_or_else(|error| {
-            complain(&error);
-            FAILED
-        });
-    }
-    let status = host::config().map_err(|e| e.to_string()).and_then(|config| {
+    let status = match &args.connect {
+        Some(url) => args.connection.endpoint(url).and_then(pass_on),
+        None => here(args),
+    };
+    status.unwrap_or_else(|error| {
+        complain(&error);
+        FAILED
+    })
+}
+
+/// Serves with a `casulo serve` elsewhere.
+fn pass_on(endpoint: Endpoint) -> Result<u8, String> {
+    let tokio = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| format!("cannot start: {e}"))?;
+    let result = tokio.block_on(async {
+        let (input, output) = rmcp::transport::stdio_pipes();
+        bridge::run(endpoint, input, output).await
+    });
+    // A read of standard input may still be pending; it must not keep the process.
+    tokio.shutdown_background();
+    result.map(|()| 0).map_err(|e| format!("standard input or output failed: {e}"))
+}
+
+/// Serves with sandboxes of this process.
+fn here(args: &Args) -> Result<u8, String> {
+    host::config().map_err(|e| e.to_string()).and_then(|config| {
         capacity::check(args.sandbox.memory).map_err(|e| e.to_string())?;
         let stdio = Connection { input: true, ..Connection::default() };
         match host::choose(&args.sandbox, &config, stdio)? {
             Choice::Native => serve(args, config),
             Choice::Done(status) => Ok(status),
         }
-    });
-    status.unwrap_or_else(|error| {
-        complain(&error);
-        FAILED
     })
 }
 

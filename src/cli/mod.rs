@@ -135,4 +135,28 @@ mod tests {
         assert!(parse(&["--token-file", "x"]).is_err());
         assert!(parse(&["--memory", "1024"]).is_ok());
     }
+
+    #[test]
+    fn a_server_in_a_sandbox_that_is_there_has_no_microvm_of_its_own() {
+        let parse = |words: &[&str]| {
+            Cli::try_parse_from([&["casulo", "wrap"], words, &["--", "x"]].concat())
+        };
+        let kept = ["--sandbox", "sb_1"];
+        let with = |more: &[&str]| parse(&[&kept, more].concat());
+        assert!(with(&[]).is_ok());
+        assert!(with(&["--connect", "unix:/run/x", "--env", "A=b", "--workdir", "/x"]).is_ok());
+        for wrong in [
+            &["--memory", "1024"][..],
+            &["--image", "dev"],
+            &["--output", "x"],
+            &["--host", "native"],
+            &["--user", "root"],
+            &["--config", "x"],
+            &["--token-file", "x"],
+        ] {
+            assert!(with(wrong).is_err(), "{wrong:?}");
+        }
+        assert!(parse(&["--connect", "unix:/run/x"]).is_err());
+        assert!(parse(&["--memory", "1024"]).is_ok());
+    }
 }

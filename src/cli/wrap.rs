@@ -4,17 +4,20 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use casulo_protocol::spec::RunSpec;
+use casulo_protocol::spec::{RunSpec, SandboxSpec};
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::cli::connect::ConnectOptions;
 use crate::cli::host::{self, Choice, Connection};
 use crate::cli::options::{EnvironmentOptions, SandboxOptions, bytes, milliseconds};
 use crate::cli::run::unknown_option;
 use crate::cli::{FAILED, complain};
 use crate::vm::capacity;
-use crate::wrap::{self, Allowlist, ServerSpec, Wrapped};
+use crate::wrap::{self, Allowlist, Place, ServerSpec, Wrapped};
 use crate::{Runtime, RuntimeConfig};
 
+/// Where `casulo serve` is unless it was told otherwise.
+const LOCAL: &str = "http://127.0.0.1:7420/mcp";
 /// What each server of a file has of its own.
 const EACH: [&str; 22] = [
     "argv",
@@ -63,6 +66,16 @@ pub(crate) struct Args {
     /// Wrap the servers of this file instead, each in a microVM of its own
     #[arg(long, value_name = "FILE", conflicts_with_all = EACH)]
     config: Option<PathBuf>,
+    /// Run the server in this sandbox of a running `casulo serve`, which `create_sandbox` made,
+    /// instead of in a microVM of its own
+    #[arg(long = "sandbox", value_name = "ID", help_heading = "Options of a connection", conflicts_with_all = ["config", "SandboxOptions", "user"])]
+    kept: Option<String>,
+    /// Where that is: http://HOST:PORT/mcp, https://HOST/mcp or unix:PATH [default:
+    /// http://127.0.0.1:7420/mcp]
+    #[arg(long, value_name = "URL", help_heading = "Options of a connection", requires = "kept")]
+    connect: Option<String>,
+    #[command(flatten)]
+    connection: ConnectOptions,
     #[command(flatten)]
     sandbox: SandboxOptions,
     #[command(flatten)]
@@ -70,6 +83,14 @@ pub(crate) struct Args {
     /// The server's command and its arguments; options end here
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, required_unless_present = "config")]
     argv: Vec<String>,
+}
+
+/// The microVM of a server that has its own.
+fn own(server: &ServerSpec) -> Option<&SandboxSpec> {
+    match &server.place {
+        Place::Own(spec) => Some(spec),
+        Place::Kept { .. } => None,
+    }
 }
 
 fn max_result(text: &str) -> Result<usize, String> {
@@ -87,7 +108,7 @@ impl Args {
             let servers = wrap::read_config(file).map_err(|error| error.to_string())?;
             let mut memory = 0u32;
             for server in &servers {
-                let spec = &server.sandbox;
+                let Some(spec) = own(server) else { continue };
                 memory = memory.saturating_add(spec.memory_mib);
                 let place = |host: &PathBuf, writable| casulo_protocol::spec::ShareSpec {
                     host: host.clone(),
@@ -114,7 +135,14 @@ impl Args {
             .map_err(|error| format!("--tools: {error}"))?;
         let server = ServerSpec {
             name: String::new(),
-            sandbox: self.sandbox.spec(),
+            place: match &self.kept {
+                None => Place::Own(Box::new(self.sandbox.spec())),
+                Some(id) => {
+                    let url = self.connect.as_deref().unwrap_or(LOCAL);
+                    let endpoint = Box::new(self.connection.endpoint(url)?);
+                    Place::Kept { endpoint, id: id.clone() }
+                }
+            },
             command,
             tools,
             timeout: Duration::from_millis(self.timeout),
@@ -142,6 +170,10 @@ fn started(args: &Args) -> Result<u8, String> {
     }
     let config = host::config().map_err(|e| e.to_string())?;
     let (servers, all) = args.servers()?;
+    if args.kept.is_some() {
+        // Nothing runs on this machine but this process.
+        return serve(servers, args.accept_tools, config);
+    }
     capacity::check(all.memory).map_err(|e| e.to_string())?;
     let stdio = Connection { input: true, ..Connection::default() };
     match host::choose(&all, &config, stdio)? {
@@ -158,7 +190,9 @@ fn serve(servers: Vec<ServerSpec>, accept: bool, config: RuntimeConfig) -> Resul
     let status = tokio.block_on(async {
         let runtime = Arc::new(Runtime::open(config).map_err(|e| e.to_string())?);
         for server in &servers {
-            runtime.check(&server.sandbox).await.map_err(|e| e.to_string())?;
+            if let Some(spec) = own(server) {
+                runtime.check(spec).await.map_err(|e| e.to_string())?;
+            }
         }
         let mut interrupt = signal(SignalKind::interrupt()).map_err(|e| e.to_string())?;
         let mut terminate = signal(SignalKind::terminate()).map_err(|e| e.to_string())?;

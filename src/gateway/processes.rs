@@ -22,6 +22,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::render::{self, Budget};
 use super::run::call_name;
+#[cfg(feature = "http")]
+use super::sandboxes::Call;
 use super::sandboxes::Held;
 use super::server::{Context, Server, capacity, invalid};
 use super::tools::args::{PollProcessArgs, Signal, StartProcessArgs, StopProcessArgs};
@@ -145,6 +147,8 @@ pub(super) struct Process {
 pub(super) struct Processes {
     next: u32,
     all: BTreeMap<u32, Arc<Process>>,
+    /// Commands whose streams are somebody's connection.
+    attached: usize,
 }
 
 impl Processes {
@@ -155,13 +159,19 @@ impl Processes {
         for number in ended.iter().take(ended.len().saturating_sub(MAX_ENDED.saturating_sub(1))) {
             self.all.remove(number);
         }
-        if self.all.values().filter(|p| !p.shared.ended()).count() >= MAX_RUNNING {
+        self.room()?;
+        self.next = self.next.saturating_add(1);
+        Ok(self.next)
+    }
+
+    fn room(&self) -> Result<(), TaskError> {
+        let polled = self.all.values().filter(|p| !p.shared.ended()).count();
+        if polled.saturating_add(self.attached) >= MAX_RUNNING {
             return Err(capacity(format!(
                 "{MAX_RUNNING} processes run in this sandbox already; stop one with stop_process"
             )));
         }
-        self.next = self.next.saturating_add(1);
-        Ok(self.next)
+        Ok(())
     }
 
     fn get(&self, id: &str) -> Result<Arc<Process>, TaskError> {
@@ -175,12 +185,42 @@ impl Processes {
     }
 }
 
+/// A command in a kept sandbox whose streams are somebody's connection: one of the processes that run
+/// there, and a call, so that the sandbox is not idle meanwhile.
+#[cfg(feature = "http")]
+pub(super) struct Attached(Call);
+
+#[cfg(feature = "http")]
+impl Attached {
+    /// One more, if there is room.
+    pub(super) fn new(call: Call) -> Result<Self, TaskError> {
+        let mut processes = lock(&call.processes);
+        processes.room()?;
+        processes.attached = processes.attached.saturating_add(1);
+        drop(processes);
+        Ok(Self(call))
+    }
+
+    /// Where it runs.
+    pub(super) fn sandbox(&self) -> &Sandbox {
+        &self.0.sandbox
+    }
+}
+
+#[cfg(feature = "http")]
+impl Drop for Attached {
+    fn drop(&mut self) {
+        let mut processes = lock(&self.0.processes);
+        processes.attached = processes.attached.saturating_sub(1);
+    }
+}
+
 impl Process {
     /// Starts a command in `sandbox`. Must be called inside tokio.
     fn start(number: u32, sandbox: Arc<Sandbox>, args: StartProcessArgs) -> Self {
         let mut spec = RunSpec::new(["bash", "-c", &args.command]);
-        spec.env = args.env;
-        spec.workdir = (!args.cwd.is_empty()).then_some(args.cwd);
+        spec.env = args.env.0;
+        spec.workdir = args.cwd.wanted();
         spec.terminal = args.pty.then_some(TERMINAL);
         let shared = Arc::new(Shared::default());
         let (input, stdin) = tokio::io::duplex(INPUT);

@@ -61,9 +61,9 @@ impl Job {
                 }
             }
         };
-        spec.env.clone_from(&options.env);
+        spec.env.clone_from(&options.env.0);
         spec.timeout_ms = Some(u64::from(options.timeout_seconds) * 1000);
-        spec.workdir = (!options.cwd.is_empty()).then(|| options.cwd.clone());
+        spec.workdir = options.cwd.wanted();
         Self { program, spec, stdin, how: Execution::default(), budget }
     }
 }

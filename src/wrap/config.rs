@@ -7,7 +7,7 @@ use std::time::Duration;
 use casulo_protocol::spec::{OutputLinks, RunSpec, SandboxSpec, ShareSpec};
 use serde::Deserialize;
 
-use super::{Allowlist, DEFAULT_MAX_RESULT, DEFAULT_TIMEOUT, ServerSpec};
+use super::{Allowlist, DEFAULT_MAX_RESULT, DEFAULT_TIMEOUT, Place, ServerSpec};
 
 /// Most servers of one file.
 const MAX_SERVERS: usize = 32;
@@ -153,7 +153,7 @@ impl Server {
         command.workdir = self.workdir;
         Ok(ServerSpec {
             name: self.name,
-            sandbox,
+            place: Place::Own(Box::new(sandbox)),
             command,
             tools: Allowlist::new(tools.iter().map(String::as_str))?,
             timeout,
@@ -185,15 +185,19 @@ mod tests {
             command = ["x"]
         "#;
         let servers = parse(text, Path::new("/home/me")).unwrap();
-        let files = &servers[0];
-        assert_eq!((files.name.as_str(), files.sandbox.image.as_str()), ("files", "node"));
-        assert_eq!(files.sandbox.output.as_deref(), Some(Path::new("/home/me/out")));
-        assert_eq!(files.sandbox.shares[0].host, Path::new("/data"));
-        assert_eq!(files.sandbox.shares[1].host, Path::new("/home/me/x"));
-        assert!(files.sandbox.shares[1].writable);
+        let sandbox = |n: usize| match &servers[n].place {
+            Place::Own(sandbox) => sandbox.as_ref().clone(),
+            other => panic!("{other:?}"),
+        };
+        let (files, its) = (&servers[0], sandbox(0));
+        assert_eq!((files.name.as_str(), its.image.as_str()), ("files", "node"));
+        assert_eq!(its.output.as_deref(), Some(Path::new("/home/me/out")));
+        assert_eq!(its.shares[0].host, Path::new("/data"));
+        assert_eq!(its.shares[1].host, Path::new("/home/me/x"));
+        assert!(its.shares[1].writable);
         assert_eq!(files.timeout, Duration::from_millis(1500));
         assert_eq!(files.command.env["A"], "b");
-        assert_eq!(servers[1].sandbox, SandboxSpec::default());
+        assert_eq!(sandbox(1), SandboxSpec::default());
     }
 
     #[test]

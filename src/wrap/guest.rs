@@ -1,15 +1,17 @@
-//! A server's process in a microVM of its own, its standard input and output as two streams.
+//! A server's process, its standard input and output as two streams: in a microVM of its own, or in a
+//! sandbox of a `casulo serve`.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use casulo_protocol::result::RunResult;
-use casulo_protocol::spec::{RunSpec, SandboxSpec};
+use casulo_protocol::spec::RunSpec;
 use tokio::io::DuplexStream;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+use super::Place;
 use super::said::Said;
 use crate::{Error, Execution, Files, Program, Runtime, Sandbox, Stdio};
 
@@ -19,9 +21,10 @@ const PIPE: usize = 256 * 1024;
 const FAREWELL: Duration = Duration::from_secs(3);
 const FAREWELL_EMULATED: Duration = Duration::from_secs(20);
 
-/// A running server. Dropping it ends its VM.
+/// A running server. Dropping it ends its own VM.
 pub(super) struct Guest {
-    sandbox: Arc<Sandbox>,
+    /// Its own VM, if it has one.
+    sandbox: Option<Arc<Sandbox>>,
     run: JoinHandle<()>,
     kill: CancellationToken,
     emulated: bool,
@@ -36,17 +39,16 @@ pub(super) struct Streams {
 }
 
 impl Guest {
-    /// Boots a VM and starts the server in it.
+    /// Starts the server.
     ///
     /// # Errors
-    /// The VM does not come up. A server that cannot be started is one that ends.
+    /// There is no VM for it. A server that cannot be started is one that ends.
     pub(super) async fn start(
         runtime: &Runtime,
-        sandbox: SandboxSpec,
+        place: Place,
         command: RunSpec,
         said: &Said,
-    ) -> Result<(Self, Streams), Error> {
-        let sandbox = Arc::new(runtime.sandbox(sandbox).await?);
+    ) -> Result<(Self, Streams), String> {
         let (stdin, their_stdin) = tokio::io::duplex(PIPE);
         let (their_stdout, stdout) = tokio::io::duplex(PIPE);
         let (tell, end) = oneshot::channel();
@@ -57,25 +59,52 @@ impl Guest {
             control: None,
         };
         let kill = CancellationToken::new();
-        let run = tokio::spawn({
-            let (sandbox, kill) = (Arc::clone(&sandbox), kill.clone());
-            async move {
-                let (how, program) = (Execution::default(), Program::Command);
-                let run = sandbox.execute(&command, &program, stdio, how, kill.cancelled());
-                let why = match run.await {
-                    Ok(result) => end_of(&result),
-                    Err(error) => error.to_string(),
-                };
-                // Nobody may wait for it any more.
-                let _ = tell.send(why);
+        let guest = match place {
+            Place::Own(spec) => {
+                let sandbox = runtime.sandbox(*spec).await.map_err(|error| error.to_string())?;
+                let sandbox = Arc::new(sandbox);
+                let run = tokio::spawn({
+                    let (sandbox, kill) = (Arc::clone(&sandbox), kill.clone());
+                    async move {
+                        let (how, program) = (Execution::default(), Program::Command);
+                        let run = sandbox.execute(&command, &program, stdio, how, kill.cancelled());
+                        let why = match run.await {
+                            Ok(result) => end_of(&result),
+                            Err(error) => error.to_string(),
+                        };
+                        // Nobody may wait for it any more.
+                        let _ = tell.send(why);
+                    }
+                });
+                let emulated = runtime.config().emulated;
+                Self { sandbox: Some(sandbox), run, kill, emulated }
             }
-        });
-        let emulated = runtime.config().emulated;
-        Ok((Self { sandbox, run, kill, emulated }, Streams { stdin, stdout, end }))
+            #[cfg(feature = "http")]
+            Place::Kept { endpoint, id } => {
+                let stream = crate::bridge::exec::start(&endpoint, &id, &command).await?;
+                let emulated = stream.emulated;
+                let run = tokio::spawn({
+                    let kill = kill.clone();
+                    async move {
+                        let run = kept::carry(stream.connection, stdio);
+                        // The end of the connection is that of the server.
+                        let why = kill.run_until_cancelled(run).await;
+                        let _ = tell.send(why.unwrap_or_else(|| "it was ended".to_owned()));
+                    }
+                });
+                Self { sandbox: None, run, kill, emulated }
+            }
+        };
+        Ok((guest, Streams { stdin, stdout, end }))
     }
 
-    /// Waits a moment for the server, whose input must be closed, to end by itself; then ends it with
-    /// its VM, and makes what it wrote safe to read.
+    /// Whether it is on an emulated host, where everything takes longer.
+    pub(super) fn emulated(&self) -> bool {
+        self.emulated
+    }
+
+    /// Waits a moment for the server, whose input must be closed, to end by itself; then ends it, with
+    /// its VM if that is its own, and makes what it wrote there safe to read.
     ///
     /// # Errors
     /// A writable folder could not be looked at.
@@ -86,7 +115,10 @@ impl Guest {
             // Bounded: a guest that does not obey is killed as a whole.
             let _ = (&mut self.run).await;
         }
-        self.sandbox.close(Files::Ignore).await.map(drop)
+        match &self.sandbox {
+            Some(sandbox) => sandbox.close(Files::Ignore).await.map(drop),
+            None => Ok(()),
+        }
     }
 }
 
@@ -104,4 +136,31 @@ fn end_of(result: &RunResult) -> String {
         text = format!("{}; {text}", result.stderr.trim_end());
     }
     text
+}
+
+/// In a sandbox of a `casulo serve`.
+#[cfg(feature = "http")]
+mod kept {
+    use tokio::io::{AsyncRead, AsyncWrite};
+
+    use crate::Stdio;
+    use crate::agent::exec::{Progress, pump};
+
+    /// Carries the streams to their end; how the server ended, in words.
+    pub(super) async fn carry(
+        connection: impl AsyncRead + AsyncWrite + Send,
+        stdio: Stdio,
+    ) -> String {
+        // The token is for a guest that has many streams.
+        match pump(connection, 0, stdio, &Progress::default()).await {
+            // As of `waitpid` (Linux, `include/linux/wait.h`).
+            Ok(Some(status)) => match (status & 0x7f, (status >> 8) & 0xff) {
+                (0, code) => format!("exit status {code}"),
+                (signal, _) => format!("signal {signal}"),
+            },
+            Ok(None) => "its sandbox, or the connection to it, has ended; standard error says more"
+                .to_owned(),
+            Err(error) => format!("the connection to its sandbox broke: {error}"),
+        }
+    }
 }

@@ -71,12 +71,10 @@ impl Member {
     ) -> Result<Self, String> {
         let said = Said::new(&spec.name);
         let (guest, streams) =
-            Guest::start(runtime, spec.sandbox.clone(), spec.command.clone(), &said)
-                .await
-                .map_err(|error| error.to_string())?;
+            Guest::start(runtime, spec.place.clone(), spec.command.clone(), &said).await?;
         let upstream =
             Upstream::new(streams.stdout, streams.stdin, streams.end, notes, said.clone());
-        let limit = if runtime.config().emulated { START_EMULATED } else { START };
+        let limit = if guest.emulated() { START_EMULATED } else { START };
         let shaken = tokio::time::timeout(limit, handshake(&upstream, limit)).await;
         let shaken = shaken.unwrap_or(Err(Failure::Late(limit)));
         let (info, raw_instructions) = match shaken {
@@ -118,7 +116,7 @@ impl Member {
             false => Vec::new(),
         };
         let server = Identity {
-            image: self.spec.sandbox.image.clone(),
+            image: self.spec.place.name(),
             command: self.spec.command.command.clone(),
             name: self.spec.name.clone(),
         };

@@ -9,7 +9,8 @@
 //! * [`pin`] remembers the tools that were accepted;
 //! * [`server`] answers the client.
 //!
-//! The server's files are its image and the shares; it has no network.
+//! The server's files are its image and the shares, and it has no network; or it is in a sandbox of a
+//! `casulo serve`, with whatever that has.
 
 mod config;
 #[cfg(fuzzing)]
@@ -49,13 +50,39 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Default of [`ServerSpec::max_result`].
 pub const DEFAULT_MAX_RESULT: usize = 256 * 1024;
 
+/// Where a server runs.
+#[derive(Clone, Debug)]
+pub enum Place {
+    /// In a microVM of its own.
+    Own(Box<SandboxSpec>),
+    /// In a sandbox that is there already; its end is not the sandbox's.
+    #[cfg(feature = "http")]
+    Kept {
+        /// The `casulo serve` that has it.
+        endpoint: Box<crate::bridge::Endpoint>,
+        /// The sandbox, as `create_sandbox` named it.
+        id: String,
+    },
+}
+
+impl Place {
+    /// Its image, as the user named it, or whose sandbox it is: sandboxes come and go.
+    fn name(&self) -> String {
+        match self {
+            Self::Own(sandbox) => sandbox.image.clone(),
+            #[cfg(feature = "http")]
+            Self::Kept { endpoint, .. } => format!("a sandbox of {endpoint}"),
+        }
+    }
+}
+
 /// A server to wrap.
 #[derive(Clone, Debug)]
 pub struct ServerSpec {
     /// Prefix of its tools among those of other servers; empty for a server alone.
     pub name: String,
-    /// Its microVM.
-    pub sandbox: SandboxSpec,
+    /// Where it runs.
+    pub place: Place,
     /// The program that speaks MCP on standard input and output.
     pub command: RunSpec,
     /// Which of its tools may be used.

@@ -25,7 +25,7 @@ const MAX_NAMES: usize = 10;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Identity {
-    /// The image, as the user named it.
+    /// The image, as the user named it, or whose sandbox the server is in.
     pub(super) image: String,
     /// Program and arguments.
     pub(super) command: Vec<String>,

@@ -14,7 +14,7 @@ use crate::support::{casulo, folder, wait};
 pub(crate) struct Server {
     pub(crate) child: Child,
     pub(crate) url: String,
-    tokens: PathBuf,
+    pub(crate) tokens: PathBuf,
     _folder: tempfile::TempDir,
 }
 
@@ -23,7 +23,7 @@ pub(crate) fn token(name: &str) -> String {
 }
 
 impl Server {
-    fn start(listen: &str) -> Self {
+    pub(crate) fn start(listen: &str) -> Self {
         Self::with(listen, &[])
     }
 

@@ -31,3 +31,4 @@ mod support;
 mod tools;
 mod vsock;
 mod wrap;
+mod wrap_kept;

@@ -12,7 +12,7 @@ use crate::client::Client;
 use crate::support::{Leftovers, casulo, folder, home, open_folder, wait};
 
 /// A `CASULO_HOME` with nothing accepted in it yet.
-fn fresh_home() -> tempfile::TempDir {
+pub(crate) fn fresh_home() -> tempfile::TempDir {
     let fresh = open_folder();
     for part in ["agent", "images", "kernel", "state"] {
         symlink(home().join(part), fresh.path().join(part)).unwrap();
@@ -29,9 +29,14 @@ fn wrap(home: &Path, args: &[&str]) -> Command {
 
 /// The hostile server in a folder of its own.
 fn hostile() -> (tempfile::TempDir, String) {
+    server(include_str!("hostile_server.py"))
+}
+
+/// A server in a folder of its own.
+fn server(source: &str) -> (tempfile::TempDir, String) {
     let folder = open_folder();
     let file = folder.path().join("server.py");
-    fs::write(&file, include_str!("hostile_server.py")).unwrap();
+    fs::write(&file, source).unwrap();
     let file = file.to_str().unwrap().to_owned();
     (folder, file)
 }
@@ -40,7 +45,7 @@ const PYTHON: [&str; 3] = ["--", "python3", "/workspace/input/server.py"];
 
 /// The result of a request, or its error.
 #[track_caller]
-fn ask(client: &mut Client, method: &str, params: Value) -> Result<Value, Value> {
+pub(crate) fn ask(client: &mut Client, method: &str, params: Value) -> Result<Value, Value> {
     let id = client.request(method, params);
     let answer = client.answer(id);
     match answer.get("error") {
@@ -53,13 +58,13 @@ fn ask(client: &mut Client, method: &str, params: Value) -> Result<Value, Value>
 }
 
 #[track_caller]
-fn call(client: &mut Client, tool: &str, arguments: Value) -> Value {
+pub(crate) fn call(client: &mut Client, tool: &str, arguments: Value) -> Value {
     ask(client, "tools/call", json!({"name": tool, "arguments": arguments})).unwrap()
 }
 
 /// An error of Casulo's own: its class and message.
 #[track_caller]
-fn refused(client: &mut Client, tool: &str, arguments: Value) -> (String, String) {
+pub(crate) fn refused(client: &mut Client, tool: &str, arguments: Value) -> (String, String) {
     let result = call(client, tool, arguments);
     assert_eq!(result["isError"], true, "{result}");
     let error: Value =
@@ -67,7 +72,7 @@ fn refused(client: &mut Client, tool: &str, arguments: Value) -> (String, String
     (error["class"].as_str().unwrap().to_owned(), error["message"].as_str().unwrap().to_owned())
 }
 
-fn names(list: &Value) -> Vec<&str> {
+pub(crate) fn names(list: &Value) -> Vec<&str> {
     list["tools"].as_array().unwrap().iter().map(|tool| tool["name"].as_str().unwrap()).collect()
 }
 
@@ -298,6 +303,38 @@ fn what_a_hostile_server_says_is_bounded_and_what_it_asks_is_refused() {
     assert!(stderr.contains("the tool loop is refused"), "{stderr:.2000}");
     assert!(stderr.len() < 1 << 20, "{} bytes", stderr.len());
     assert!(!stderr.contains('\u{1b}'));
+}
+
+#[test]
+fn a_server_of_the_newest_revision_alone_serves_clients_of_both() {
+    let (home, (_folder, server)) = (fresh_home(), server(include_str!("modern_server.py")));
+    let args = [&["--input", &server][..], &PYTHON].concat();
+    let mut client = Client::of(wrap(home.path(), &args));
+    let info = ask(&mut client, "server/discover", json!({})).unwrap();
+    assert_eq!(info["_meta"]["io.modelcontextprotocol/serverInfo"]["name"], "modern");
+    assert_eq!(info["instructions"], "Only new");
+    assert_eq!(names(&ask(&mut client, "tools/list", json!({})).unwrap()), ["add", "ask"]);
+    let sum = call(&mut client, "add", json!({"a": 2, "b": 3}));
+    assert_eq!(sum["content"][0]["text"], "5");
+    assert_eq!(refused(&mut client, "add", json!({"a": 2})).0, "invalid_argument");
+    // What this revision has for a server's questions is refused as the questions themselves are.
+    let (class, message) = refused(&mut client, "ask", json!({}));
+    assert!(class == "internal" && message.contains("input_required"), "{message}");
+    assert!(!message.contains("password"), "{message}");
+    client.end();
+
+    let mut client = Client::of(wrap(home.path(), &args));
+    let us = json!({"name": "test", "version": "1"});
+    let hello = json!({"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": us});
+    client.say(&json!({"jsonrpc": "2.0", "id": "i", "method": "initialize", "params": hello}));
+    let info = client.hear("initialize", |message| message["id"] == "i");
+    assert_eq!(info["result"]["protocolVersion"], "2025-06-18", "{info}");
+    client.say(&json!({"jsonrpc": "2.0", "method": "notifications/initialized"}));
+    let params = json!({"name": "add", "arguments": {"a": 20, "b": 3}});
+    client.say(&json!({"jsonrpc": "2.0", "id": "c", "method": "tools/call", "params": params}));
+    let sum = client.hear("a sum", |message| message["id"] == "c");
+    assert_eq!(sum["result"]["content"][0]["text"], "23", "{sum}");
+    client.end();
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use casulo_protocol::error::{ErrorClass, Retry, TaskError};
+use casulo_protocol::result::HostKind;
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::{Body as _, Bytes, Incoming};
@@ -18,16 +19,19 @@ use rmcp::transport::streamable_http_server::session::local::{LocalSessionManage
 use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use super::super::Gateway;
 use super::super::metrics::Metrics;
 use super::super::sandboxes::{self, Sandboxes};
 use super::auth::{Callers, Entry};
-use super::files;
+use super::exec;
 use super::origin::{Foreign, Names};
 
 /// Path of the MCP endpoint.
 pub(super) const MCP: &str = "/mcp";
+/// Begin of every path of a sandbox.
+pub(super) const SANDBOXES: &str = "/v1/sandboxes/";
 /// Most bytes of a request.
 pub(super) const MAX_BODY: usize = 4 << 20;
 /// Longest time for the body of a request to arrive.
@@ -94,6 +98,10 @@ pub(super) struct App {
     open: Option<Arc<Caller>>,
     in_flight: watch::Sender<usize>,
     pub(super) draining: AtomicBool,
+    /// Connections that are the streams of a command.
+    pub(super) streams: TaskTracker,
+    /// Ends them.
+    pub(super) cut: CancellationToken,
 }
 
 /// A call that is being answered, until the last byte of its answer.
@@ -130,6 +138,8 @@ impl App {
             open,
             in_flight: watch::Sender::new(0),
             draining: AtomicBool::new(false),
+            streams: TaskTracker::new(),
+            cut: cancel.clone(),
             gateway,
         }
     }
@@ -146,6 +156,11 @@ impl App {
 
     pub(super) fn sandboxes(&self) -> &Sandboxes {
         &self.gateway.sandboxes
+    }
+
+    /// What sandboxes run on.
+    pub(super) fn host(&self) -> HostKind {
+        self.gateway.host
     }
 
     pub(super) fn metrics(&self) -> Arc<Metrics> {
@@ -212,7 +227,10 @@ impl App {
                 response
             }
             "/metrics" => not_allowed("GET"),
-            path if path.starts_with(files::PREFIX) => self.files(&caller.name, &request).await,
+            path if path.starts_with(SANDBOXES) => match exec::id_of(path).map(str::to_owned) {
+                Some(id) => self.exec(&caller.name, &id, request).await,
+                None => self.files(&caller.name, &request).await,
+            },
             _ => problem(
                 StatusCode::NOT_FOUND,
                 ErrorClass::InvalidArgument,
@@ -240,7 +258,10 @@ impl App {
         let (head, body) = request.into_parts();
         let body = match read(body).await {
             Ok(body) => body,
-            Err(response) => return *response,
+            Err(error) => {
+                let data = ErrorData::invalid_request(error.to_string(), None);
+                return error.close(jsonrpc(error.status(), None, data));
+            }
         };
         let message = match serde_json::from_slice::<ClientJsonRpcMessage>(&body) {
             Ok(message) => message,
@@ -268,26 +289,39 @@ impl App {
     }
 }
 
-/// The whole body, if it is neither too long nor too slow.
-async fn read(body: Incoming) -> Result<Bytes, Box<Response<Body>>> {
-    let too_long = || {
-        let message = format!("a request has at most {MAX_BODY} bytes");
-        let error = ErrorData::invalid_request(message, None);
-        let mut response = jsonrpc(StatusCode::PAYLOAD_TOO_LARGE, None, error);
-        // What is left of the body is not waited for.
+/// Why a body was not read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum BodyError {
+    #[error("a request has at most {MAX_BODY} bytes")]
+    TooLong,
+    #[error("the request's body did not arrive")]
+    Late,
+}
+
+impl BodyError {
+    pub(super) fn status(self) -> StatusCode {
+        match self {
+            Self::TooLong => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Late => StatusCode::REQUEST_TIMEOUT,
+        }
+    }
+
+    /// The answer, after which what is left of the body is not waited for.
+    pub(super) fn close(self, mut response: Response<Body>) -> Response<Body> {
         response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-        Box::new(response)
-    };
+        response
+    }
+}
+
+/// The whole body, if it is neither too long nor too slow.
+pub(super) async fn read(body: Incoming) -> Result<Bytes, BodyError> {
     if body.size_hint().lower() > u64::try_from(MAX_BODY).unwrap_or(u64::MAX) {
-        return Err(too_long());
+        return Err(BodyError::TooLong);
     }
     match tokio::time::timeout(BODY_TIMEOUT, Limited::new(body, MAX_BODY).collect()).await {
         Ok(Ok(body)) => Ok(body.to_bytes()),
-        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_long()),
-        Ok(Err(_)) | Err(_) => {
-            let error = ErrorData::invalid_request("the request's body did not arrive", None);
-            Err(Box::new(jsonrpc(StatusCode::REQUEST_TIMEOUT, None, error)))
-        }
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(BodyError::TooLong),
+        Ok(Err(_)) | Err(_) => Err(BodyError::Late),
     }
 }
 
@@ -333,6 +367,13 @@ fn unauthorized(message: &str) -> Response<Body> {
     let mut response = problem(StatusCode::UNAUTHORIZED, ErrorClass::Denied, message);
     let scheme = HeaderValue::from_static("Bearer realm=\"casulo\"");
     response.headers_mut().insert(WWW_AUTHENTICATE, scheme);
+    response
+}
+
+/// The answer to a caller that does too much.
+pub(super) fn busy(error: &TaskError) -> Response<Body> {
+    let mut response = problem(StatusCode::TOO_MANY_REQUESTS, error.class, &error.message);
+    response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("5"));
     response
 }
 

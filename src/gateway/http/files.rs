@@ -8,12 +8,12 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use casulo_protocol::error::{ErrorClass, TaskError};
+use casulo_protocol::error::ErrorClass;
 use http_body_util::{BodyExt, Empty, StreamBody};
 use hyper::body::{Bytes, Frame, Incoming};
 use hyper::header::{
     ACCEPT, ACCEPT_RANGES, CACHE_CONTROL, CONTENT_DISPOSITION, CONTENT_LENGTH, CONTENT_RANGE,
-    CONTENT_SECURITY_POLICY, CONTENT_TYPE, ETAG, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER,
+    CONTENT_SECURITY_POLICY, CONTENT_TYPE, ETAG, HeaderMap, HeaderName, HeaderValue,
     X_CONTENT_TYPE_OPTIONS,
 };
 use hyper::{Method, Request, Response, StatusCode};
@@ -26,13 +26,11 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::super::artifacts::{Kept, uri};
 use super::super::metrics::Metrics;
 use super::super::sandboxes;
-use super::app::{App, Body, InFlight, not_allowed, problem};
+use super::app::{App, Body, InFlight, SANDBOXES, busy, not_allowed, problem};
 use super::pieces::{self, Piece};
 use super::range::{self, Wanted};
 use crate::text;
 
-/// Begin of every path of a sandbox.
-pub(super) const PREFIX: &str = "/v1/sandboxes/";
 /// Bytes that are read and sent at a time.
 const CHUNK: usize = 64 * 1024;
 /// Least bytes a second that a client takes, beside the time for which it may take nothing.
@@ -83,14 +81,8 @@ fn not_found() -> Response<Body> {
     )
 }
 
-fn busy(error: &TaskError) -> Response<Body> {
-    let mut response = problem(StatusCode::TOO_MANY_REQUESTS, error.class, &error.message);
-    response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("5"));
-    response
-}
-
 impl App {
-    /// Answers a request for what is below [`PREFIX`].
+    /// Answers a request for what is below [`SANDBOXES`].
     pub(super) async fn files(
         self: &Arc<Self>,
         caller: &sandboxes::Caller,
@@ -108,7 +100,7 @@ impl App {
             Ok(place) => place,
             Err(error) => return busy(&error),
         };
-        let rest = request.uri().path().strip_prefix(PREFIX).unwrap_or_default();
+        let rest = request.uri().path().strip_prefix(SANDBOXES).unwrap_or_default();
         let (id, path) = match rest.strip_suffix("/files").filter(|id| !id.contains('/')) {
             Some(id) => (id, None),
             None => match uri::split(rest) {

@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
@@ -90,6 +91,7 @@ impl Listener {
                 let (stream, _) = listener.accept().await?;
                 // Small answers must not wait for more.
                 stream.set_nodelay(true)?;
+                noticing_the_dead(&stream)?;
                 Ok(Stream::Tcp(stream))
             }
             Self::Unix(listener, _) => loop {
@@ -101,6 +103,16 @@ impl Listener {
             },
         }
     }
+}
+
+/// Has the kernel end a connection whose peer has been silent for two minutes though it was asked six
+/// times: some connections, such as those of commands that wait, are quiet for hours.
+fn noticing_the_dead(stream: &TcpStream) -> io::Result<()> {
+    use rustix::net::sockopt;
+    sockopt::set_tcp_keepidle(stream, Duration::from_secs(60))?;
+    sockopt::set_tcp_keepintvl(stream, Duration::from_secs(10))?;
+    sockopt::set_tcp_keepcnt(stream, 6)?;
+    Ok(sockopt::set_socket_keepalive(stream, true)?)
 }
 
 fn welcome(peer: u32, own: u32) -> bool {

@@ -3,6 +3,7 @@
 //! ```text
 //!   accept -> TLS if any -> HTTP/1.1 -> names and origins -> who calls -> /mcp
 //!                                                                         /v1/sandboxes/{id}/files
+//!                                                                         /v1/sandboxes/{id}/exec
 //!                                                                         /metrics
 //! ```
 //!
@@ -15,11 +16,13 @@
 
 mod app;
 mod auth;
+pub(crate) mod exec;
 mod files;
 mod listen;
 mod origin;
 mod pieces;
 mod range;
+mod stream;
 #[cfg(test)]
 pub(crate) mod tests;
 mod tls;
@@ -34,12 +37,12 @@ use std::time::Duration;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Semaphore;
 use tokio_io_timeout::TimeoutStream;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 pub use auth::{Entry, TokenError, read as read_tokens, read_or_make as read_or_make_tokens};
 pub use listen::Address;
@@ -210,7 +213,7 @@ impl HttpServer {
     /// sandboxes stay until [`Gateway::close`].
     pub async fn serve(self, stop: CancellationToken, now: CancellationToken) {
         let Self { listener, tls, app, drain, cancel, .. } = self;
-        let graceful = GracefulShutdown::new();
+        let (connections, closing) = (TaskTracker::new(), CancellationToken::new());
         let mut accept = Box::pin(async {
             let limit = Arc::new(Semaphore::new(MAX_CONNECTIONS));
             loop {
@@ -225,13 +228,12 @@ impl HttpServer {
                         continue;
                     }
                 };
-                let (app, tls) = (Arc::clone(&app), tls.clone());
-                let watcher = graceful.watcher();
-                tokio::spawn(async move {
+                let (app, tls, closing) = (Arc::clone(&app), tls.clone(), closing.clone());
+                connections.spawn(async move {
                     app.connected();
                     match stream {
-                        Stream::Tcp(stream) => encrypted(stream, tls, app, watcher).await,
-                        Stream::Unix(stream) => encrypted(stream, tls, app, watcher).await,
+                        Stream::Tcp(stream) => encrypted(stream, tls, app, closing).await,
+                        Stream::Unix(stream) => encrypted(stream, tls, app, closing).await,
                     }
                     drop(permit);
                 });
@@ -252,27 +254,37 @@ impl HttpServer {
         }
         cancel.cancel();
         drop(accept);
-        let _ = tokio::time::timeout(LAST_WORDS, graceful.shutdown()).await;
+        closing.cancel();
+        for all in [&connections, &app.streams] {
+            all.close();
+        }
+        let ended = async { tokio::join!(connections.wait(), app.streams.wait()) };
+        let _ = tokio::time::timeout(LAST_WORDS, ended).await;
     }
 }
 
 /// Serves one connection, with TLS if there is a certificate.
-async fn encrypted<S>(stream: S, tls: Option<TlsAcceptor>, app: Arc<App>, watcher: Watcher)
-where
+async fn encrypted<S>(
+    stream: S,
+    tls: Option<TlsAcceptor>,
+    app: Arc<App>,
+    closing: CancellationToken,
+) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     match tls {
-        None => connection(stream, app, watcher).await,
+        None => connection(stream, app, closing).await,
         Some(tls) => {
             // Who does not come to terms is no caller.
-            if let Ok(Ok(stream)) = tokio::time::timeout(HEAD_TIMEOUT, tls.accept(stream)).await {
-                connection(stream, app, watcher).await;
+            let terms = tokio::time::timeout(HEAD_TIMEOUT, tls.accept(stream));
+            if let Some(Ok(Ok(stream))) = closing.run_until_cancelled(terms).await {
+                connection(stream, app, closing).await;
             }
         }
     }
 }
 
-async fn connection<S>(stream: S, app: Arc<App>, watcher: Watcher)
+async fn connection<S>(stream: S, app: Arc<App>, closing: CancellationToken)
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
@@ -286,7 +298,15 @@ where
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
         .max_buf_size(MAX_HEAD)
-        .serve_connection(TokioIo::new(Box::pin(stream)), service);
+        .serve_connection(TokioIo::new(Box::pin(stream)), service)
+        .with_upgrades();
+    tokio::pin!(connection);
     // A client that breaks the protocol or goes away has been answered as far as possible.
-    let _ = watcher.watch(connection).await;
+    tokio::select! {
+        _ = connection.as_mut() => {}
+        () = closing.cancelled() => {
+            connection.as_mut().graceful_shutdown();
+            let _ = connection.await;
+        }
+    }
 }

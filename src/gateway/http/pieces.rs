@@ -70,7 +70,7 @@ fn entry(id: &str, one: &Artifact) -> String {
         sha256: &one.sha256,
         media_type: uri::media_type(&one.path),
         uri: uri::of(id, &one.path),
-        href: format!("{}{id}/files/{encoded}", super::files::PREFIX),
+        href: format!("{}{id}/files/{encoded}", super::app::SANDBOXES),
     };
     serde_json::to_string(&entry).unwrap_or_default()
 }

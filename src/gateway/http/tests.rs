@@ -206,6 +206,7 @@ async fn only_a_callers_token_opens() {
             get("/metrics", token),
             get("/x", token),
             get("/v1/sandboxes/a/files", token),
+            get("/v1/sandboxes/a/exec", token),
         ] {
             let reply = server.send(request).await;
             assert_eq!(reply.status, StatusCode::UNAUTHORIZED, "{token:?} {reply:?}");
@@ -534,6 +535,9 @@ async fn while_draining_a_running_call_is_answered_and_new_ones_are_refused() {
     assert_eq!(refused.status, StatusCode::SERVICE_UNAVAILABLE);
     assert!(refused.headers.contains_key(header::RETRY_AFTER));
     assert_eq!(refused.json()["retry"], "yes");
+    let mut command = post(Some(ANA), "{}");
+    *command.uri_mut() = "/v1/sandboxes/sb_1/exec".parse().unwrap();
+    assert_eq!(server.send(command).await.status, StatusCode::SERVICE_UNAVAILABLE);
     running.write_all(body.as_bytes()).await.unwrap();
     let mut answer = String::new();
     let read = running.read_to_string(&mut answer);

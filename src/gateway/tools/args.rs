@@ -31,6 +31,30 @@ fn default_wait() -> u32 {
 
 const _: () = assert!(MIN_OUTPUT_BYTES == 2048, "the schemas below say so");
 
+/// A working folder in the guest; empty: the usual one.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(transparent)]
+#[schemars(inline, extend("maxLength" = 4096, "pattern" = "^(/[^\\x00]*)?$"))]
+pub struct Folder(String);
+
+impl Folder {
+    /// The folder, unless it is the usual one.
+    pub fn wanted(&self) -> Option<String> {
+        (!self.0.is_empty()).then(|| self.0.clone())
+    }
+}
+
+/// Environment variables.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(transparent)]
+#[schemars(
+    inline,
+    extend("maxProperties" = 256),
+    extend("propertyNames" = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "maxLength": 256}),
+    extend("additionalProperties" = {"type": "string", "maxLength": 65536, "pattern": "^[^\\x00]*$"})
+)]
+pub struct Env(pub BTreeMap<String, String>);
+
 /// Options that `run_command` and `execute_code` share.
 #[derive(Clone, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -45,16 +69,10 @@ pub struct RunOptions {
     pub timeout_seconds: u32,
     /// Absolute working folder; empty: /workspace/output, or where the interpreter is.
     #[serde(default)]
-    #[schemars(length(max = 4096), regex(pattern = "^(/[^\\x00]*)?$"))]
-    pub cwd: String,
+    pub cwd: Folder,
     /// Environment variables beside the image's.
     #[serde(default)]
-    #[schemars(
-        extend("maxProperties" = 256),
-        extend("propertyNames" = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "maxLength": 256}),
-        extend("additionalProperties" = {"type": "string", "maxLength": 65536, "pattern": "^[^\\x00]*$"})
-    )]
-    pub env: BTreeMap<String, String>,
+    pub env: Env,
     /// Standard input.
     #[serde(default)]
     #[schemars(length(max = 1_048_576))]
@@ -229,16 +247,29 @@ pub struct StartProcessArgs {
     pub pty: bool,
     /// Absolute working folder; empty: /workspace/output.
     #[serde(default)]
-    #[schemars(length(max = 4096), regex(pattern = "^(/[^\\x00]*)?$"))]
-    pub cwd: String,
+    pub cwd: Folder,
     /// Environment variables beside the image's.
     #[serde(default)]
+    pub env: Env,
+}
+
+/// What `POST /v1/sandboxes/{id}/exec` takes.
+#[cfg(feature = "http")]
+#[derive(Clone, Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExecArgs {
+    /// Program and arguments.
     #[schemars(
-        extend("maxProperties" = 256),
-        extend("propertyNames" = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "maxLength": 256}),
-        extend("additionalProperties" = {"type": "string", "maxLength": 65536, "pattern": "^[^\\x00]*$"})
+        length(min = 1, max = 1024),
+        inner(length(max = 131_071), regex(pattern = "^[^\\x00]*$"))
     )]
-    pub env: BTreeMap<String, String>,
+    pub command: Vec<String>,
+    /// Absolute working folder; empty: /workspace/output.
+    #[serde(default)]
+    pub cwd: Folder,
+    /// Environment variables beside the image's.
+    #[serde(default)]
+    pub env: Env,
 }
 
 /// Arguments of `poll_process`.

@@ -42,6 +42,20 @@ fn one(name: &str, schema: &Value, value: &Value) -> Result<(), String> {
             }
         }
         Value::String(text) => string(name, schema, text)?,
+        Value::Array(items) => {
+            let count = u64::try_from(items.len()).unwrap_or(u64::MAX);
+            if let Some(least) = limit("minItems").filter(|least| count < *least) {
+                return Err(format!("{name} has {count} entries; it must have at least {least}"));
+            }
+            if let Some(most) = limit("maxItems").filter(|most| count > *most) {
+                return Err(format!("{name} has {count} entries; it can have at most {most}"));
+            }
+            for (place, item) in items.iter().enumerate() {
+                if let Some(schema) = schema.get("items") {
+                    one(&format!("{name}[{place}]"), schema, item)?;
+                }
+            }
+        }
         Value::Object(entries) => {
             let count = u64::try_from(entries.len()).unwrap_or(u64::MAX);
             if let Some(most) = limit("maxProperties").filter(|most| count > *most) {

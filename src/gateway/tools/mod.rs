@@ -291,6 +291,18 @@ fn schema<T: JsonSchema>() -> JsonObject {
     object
 }
 
+/// The body of `POST /v1/sandboxes/{id}/exec`, checked as the arguments of a tool are.
+///
+/// # Errors
+/// What is wrong with it, in a sentence.
+#[cfg(feature = "http")]
+pub(super) fn exec_arguments(body: &[u8]) -> Result<args::ExecArgs, String> {
+    static SCHEMA: LazyLock<JsonObject> = LazyLock::new(input::<args::ExecArgs>);
+    let value = serde_json::from_slice::<Value>(body).map_err(|error| error.to_string())?;
+    check::check(&SCHEMA, &value)?;
+    serde_json::from_value(value).map_err(|error| error.to_string())
+}
+
 fn input<T: JsonSchema>() -> JsonObject {
     schema::<T>()
 }

@@ -7,6 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http_body_util::Full;
+use hyper::header::RETRY_AFTER;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
