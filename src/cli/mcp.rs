@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use casulo_protocol::result::HostKind;
-use tokio::signal::unix::{SignalKind, signal};
 
 use crate::bridge::{self, Endpoint};
 use crate::cli::connect::ConnectOptions;
+use crate::cli::ends::{Ends, on_this_thread};
 use crate::cli::host::{self, Choice, Connection};
 use crate::cli::limits::LimitOptions;
 use crate::cli::options::SandboxOptions;
@@ -50,17 +50,11 @@ pub(crate) fn run(args: &Args) -> u8 {
 
 /// Serves with a `casulo serve` elsewhere.
 fn pass_on(endpoint: Endpoint) -> Result<u8, String> {
-    let tokio = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|e| format!("cannot start: {e}"))?;
-    let result = tokio.block_on(async {
+    on_this_thread(async {
         let (input, output) = rmcp::transport::stdio_pipes();
-        bridge::run(endpoint, input, output).await
-    });
-    // A read of standard input may still be pending; it must not keep the process.
-    tokio.shutdown_background();
-    result.map(|()| 0).map_err(|e| format!("standard input or output failed: {e}"))
+        let result = bridge::run(endpoint, input, output).await;
+        result.map(|()| 0).map_err(|e| format!("standard input or output failed: {e}"))
+    })
 }
 
 /// Serves with sandboxes of this process.
@@ -77,23 +71,13 @@ fn here(args: &Args) -> Result<u8, String> {
 
 fn serve(args: &Args, config: RuntimeConfig) -> Result<u8, String> {
     let host = if config.emulated { HostKind::Emulated } else { HostKind::Native };
-    let tokio = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|e| format!("cannot start: {e}"))?;
-    let status = tokio.block_on(async {
+    on_this_thread(async {
         let runtime = Arc::new(Runtime::open(config).map_err(|e| e.to_string())?);
         let spec = args.sandbox.spec();
         let limits = args.limits.limits(true);
-        let mut interrupt = signal(SignalKind::interrupt()).map_err(|e| e.to_string())?;
-        let mut terminate = signal(SignalKind::terminate()).map_err(|e| e.to_string())?;
+        let mut ends = Ends::install().map_err(|e| e.to_string())?;
         let mut status = 0;
-        let stop = async {
-            tokio::select! {
-                _ = interrupt.recv() => status = 130,
-                _ = terminate.recv() => status = 143,
-            }
-        };
+        let stop = async { status = ends.next().await };
         let gateway = Gateway::new(runtime, spec, limits, host).map_err(|e| e.to_string())?;
         // What is wrong with the options is said now, not at the first call of a tool.
         gateway.check().await.map_err(|e| e.to_string())?;
@@ -101,8 +85,5 @@ fn serve(args: &Args, config: RuntimeConfig) -> Result<u8, String> {
         gateway.close().await;
         served.map_err(|e| format!("the MCP connection failed: {e}"))?;
         Ok(status)
-    });
-    // A read of standard input may still be pending; it must not keep the process.
-    tokio.shutdown_background();
-    status
+    })
 }

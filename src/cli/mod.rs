@@ -2,6 +2,7 @@
 
 mod connect;
 mod doctor;
+mod ends;
 mod host;
 mod image;
 mod limits;

@@ -9,9 +9,10 @@ use casulo_protocol::event::{Event, Phase};
 use casulo_protocol::result::{Reason, Rejected, RunResult};
 use casulo_protocol::spec::RunSpec;
 use tokio::io::AsyncRead;
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
+use crate::cli::ends::Ends;
 use crate::cli::host::{self, Choice, Connection};
 use crate::cli::options::{EnvironmentOptions, SandboxOptions, milliseconds};
 use crate::cli::stdio::Standard;
@@ -125,34 +126,6 @@ fn print_json(value: &impl serde::Serialize) -> std::io::Result<()> {
         // A reader that is gone does not want it.
         Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         other => other,
-    }
-}
-
-/// Signals that end the run, with the exit statuses that a shell gives for them.
-struct Ends {
-    signals: Vec<(u8, Signal)>,
-}
-
-impl Ends {
-    fn install() -> std::io::Result<Self> {
-        let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
-        let with_status = |kind: SignalKind| {
-            let status = u8::try_from(kind.as_raw_value().saturating_add(128)).unwrap_or(FAILED);
-            Ok((status, signal(kind)?))
-        };
-        Ok(Self { signals: kinds.into_iter().map(with_status).collect::<std::io::Result<_>>()? })
-    }
-
-    async fn next(&mut self) -> u8 {
-        std::future::poll_fn(|context| {
-            for (status, signal) in &mut self.signals {
-                if signal.poll_recv(context).is_ready() {
-                    return std::task::Poll::Ready(*status);
-                }
-            }
-            std::task::Poll::Pending
-        })
-        .await
     }
 }
 

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use casulo_protocol::result::HostKind;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
+use crate::cli::ends::Ends;
 use crate::cli::host::{self, Choice, Connection};
 use crate::cli::limits::LimitOptions;
 use crate::cli::options::{Host, SandboxOptions};
@@ -165,15 +165,11 @@ fn serve(args: &Args, runtime: RuntimeConfig) -> Result<u8, String> {
 
 /// The first signal stops the server, the second at once.
 fn signals(stop: &CancellationToken, now: &CancellationToken) -> Result<(), String> {
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(|e| e.to_string())?;
-    let mut terminate = signal(SignalKind::terminate()).map_err(|e| e.to_string())?;
+    let mut ends = Ends::install().map_err(|e| e.to_string())?;
     let (stop, now) = (stop.clone(), now.clone());
     tokio::spawn(async move {
         for token in [stop, now] {
-            tokio::select! {
-                _ = interrupt.recv() => {}
-                _ = terminate.recv() => {}
-            }
+            ends.next().await;
             token.cancel();
         }
     });

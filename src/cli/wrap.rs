@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use casulo_protocol::spec::{RunSpec, SandboxSpec};
-use tokio::signal::unix::{SignalKind, signal};
 
 use crate::cli::connect::ConnectOptions;
+use crate::cli::ends::{Ends, on_this_thread};
 use crate::cli::host::{self, Choice, Connection};
 use crate::cli::options::{EnvironmentOptions, SandboxOptions, bytes, milliseconds};
 use crate::cli::run::unknown_option;
@@ -183,40 +183,25 @@ fn started(args: &Args) -> Result<u8, String> {
 }
 
 fn serve(servers: Vec<ServerSpec>, accept: bool, config: RuntimeConfig) -> Result<u8, String> {
-    let tokio = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|e| format!("cannot start: {e}"))?;
-    let status = tokio.block_on(async {
+    on_this_thread(async {
         let runtime = Arc::new(Runtime::open(config).map_err(|e| e.to_string())?);
         for server in &servers {
             if let Some(spec) = own(server) {
                 runtime.check(spec).await.map_err(|e| e.to_string())?;
             }
         }
-        let mut interrupt = signal(SignalKind::interrupt()).map_err(|e| e.to_string())?;
-        let mut terminate = signal(SignalKind::terminate()).map_err(|e| e.to_string())?;
-        let stop = async {
-            tokio::select! {
-                _ = interrupt.recv() => 130,
-                _ = terminate.recv() => 143,
-            }
-        };
-        tokio::pin!(stop);
+        let mut ends = Ends::install().map_err(|e| e.to_string())?;
         let pins = host::home().join("wrap/pins");
         let wrapped = tokio::select! {
             wrapped = Wrapped::start(runtime, servers, pins, accept) => wrapped?,
-            status = &mut stop => return Ok(status),
+            status = ends.next() => return Ok(status),
         };
         let served = tokio::select! {
             served = wrapped.serve_stdio() => served.map(|()| 0),
-            status = &mut stop => Ok(status),
+            status = ends.next() => Ok(status),
         };
         let closed = wrapped.close().await;
         let status = served.map_err(|e| format!("the MCP connection failed: {e}"))?;
         closed.map(|()| status)
-    });
-    // A read of standard input may still be pending; it must not keep the process.
-    tokio.shutdown_background();
-    status
+    })
 }

@@ -21,7 +21,7 @@ const PIPE: usize = 256 * 1024;
 const FAREWELL: Duration = Duration::from_secs(3);
 const FAREWELL_EMULATED: Duration = Duration::from_secs(20);
 
-/// A running server. Dropping it ends its own VM.
+/// A running server. Dropping it ends it.
 pub(super) struct Guest {
     /// Its own VM, if it has one.
     sandbox: Option<Arc<Sandbox>>,
@@ -119,6 +119,12 @@ impl Guest {
             Some(sandbox) => sandbox.close(Files::Ignore).await.map(drop),
             None => Ok(()),
         }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.kill.cancel();
     }
 }
 

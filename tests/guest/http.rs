@@ -3,12 +3,12 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use serde_json::{Value, json};
 
 use crate::client::Client;
-use crate::support::{casulo, folder, wait};
+use crate::support::{Leftovers, casulo, folder, wait};
 
 /// A server with the callers `ana` and `bob`.
 pub(crate) struct Server {
@@ -28,6 +28,11 @@ impl Server {
     }
 
     pub(crate) fn with(listen: &str, more: &[&str]) -> Self {
+        Self::of(casulo(["serve"]), listen, more)
+    }
+
+    /// The server that `command` starts.
+    fn of(mut command: Command, listen: &str, more: &[&str]) -> Self {
         let folder = folder();
         let tokens = folder.path().join("tokens");
         let mut options = std::fs::OpenOptions::new();
@@ -35,7 +40,7 @@ impl Server {
         for name in ["ana", "bob"] {
             writeln!(file, "{name} {}", token(name)).unwrap();
         }
-        let mut command = casulo(["serve", "--host", "native", "--listen", listen]);
+        command.args(["--host", "native", "--listen", listen]);
         command.args(more).arg("--token-file").arg(&tokens);
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
@@ -221,4 +226,30 @@ fn the_snippets_for_clients_start() {
     }
     assert!(commands >= 6 && urls >= 3, "{commands} {urls}");
     server.end();
+}
+
+#[test]
+fn http_a_server_ends_with_its_terminal_unless_it_was_told_to_ignore_that() {
+    use rustix::process::{Pid, Signal, kill_process};
+    let before = Leftovers::now();
+    for (how, goes_on) in [("--default-signal=HUP", false), ("--ignore-signal=HUP", true)] {
+        let plain = casulo(["serve"]);
+        let mut command = Command::new("env");
+        command.arg(how).arg(plain.get_program()).args(plain.get_args()).stdin(Stdio::null());
+        for (name, value) in plain.get_envs() {
+            command.env(name, value.unwrap());
+        }
+        let mut server = Server::of(command, "127.0.0.1:0", &[]);
+        let mut ana = server.client("ana");
+        ana.sandbox();
+        kill_process(Pid::from_child(&server.child), Signal::HUP).unwrap();
+        if goes_on {
+            ana.sandbox();
+            ana.end();
+            server.end();
+        } else {
+            assert!(wait(&mut server.child).success());
+        }
+    }
+    before.assert_unchanged();
 }
