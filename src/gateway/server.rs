@@ -28,10 +28,10 @@ use crate::text;
 
 const INSTRUCTIONS: &str = "Runs code and commands in isolated Linux microVMs without network. \
     run_command and execute_code without sandbox_id get a fresh microVM that is discarded after the \
-    call. For work in several steps call create_sandbox once, pass its sandbox_id, and \
-    destroy_sandbox at the end, which gives what is in /workspace/output as resources; with it, execute_code keeps variables. A program that fails is a \
-    normal result: look at exit_code and stderr. Work longer than a minute: start_process and \
-    poll_process.";
+    call. For work in several steps call create_sandbox once and pass its sandbox_id: files, \
+    processes and the variables of execute_code stay. destroy_sandbox at the end gives what is in \
+    /workspace/output as resources. A program that fails is a normal result: look at exit_code and \
+    stderr. Work longer than a minute: start_process and poll_process.";
 
 /// The gateway as one caller sees it. Clones share its sandboxes.
 #[derive(Clone)]
@@ -182,7 +182,7 @@ impl ServerHandler for Server {
     }
 
     fn get_tool(&self, name: &str) -> Option<Tool> {
-        tools::list().into_iter().find(|tool| tool.name == name)
+        Name::parse(name).map(|name| name.tool().clone())
     }
 
     async fn call_tool(

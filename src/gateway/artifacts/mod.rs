@@ -146,8 +146,12 @@ pub(super) struct Kept {
 impl Kept {
     /// The artifact of that path.
     pub(super) fn find(&self, path: &[u8]) -> Option<&Artifact> {
-        let at = self.list.binary_search_by(|one| one.path.as_slice().cmp(path)).ok()?;
-        self.list.get(at)
+        self.list.get(self.place(path)?)
+    }
+
+    /// Its place in the list.
+    pub(super) fn place(&self, path: &[u8]) -> Option<usize> {
+        self.list.binary_search_by(|one| one.path.as_slice().cmp(path)).ok()
     }
 
     /// Opens one of the list.

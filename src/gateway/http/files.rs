@@ -195,7 +195,7 @@ async fn list(kept: &Arc<Kept>, left: Duration, format: Format) -> Option<Answer
 }
 
 fn file(kept: &Kept, path: &[u8], headers: &HeaderMap, ranges: bool) -> Option<Answer> {
-    let place = kept.list.binary_search_by(|one| one.path.as_slice().cmp(path)).ok()?;
+    let place = kept.place(path)?;
     let artifact = kept.list.get(place)?;
     let tag = format!("\"{}\"", artifact.sha256);
     let wanted = range::wanted(headers, &tag, artifact.size, ranges);

@@ -90,7 +90,7 @@ impl Name {
     }
 
     /// Its place in the list.
-    fn tool(self) -> &'static Tool {
+    pub(super) fn tool(self) -> &'static Tool {
         let [run, code, read, write, list, start, poll, stop, create, destroy] = &*TOOLS;
         match self {
             Self::RunCommand => run,
