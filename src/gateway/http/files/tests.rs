@@ -368,6 +368,29 @@ async fn a_client_that_does_not_read_is_cut_off() {
     assert_eq!(server.send(ana("sb_1/files/big")).await.bytes.len(), big.len());
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_client_that_takes_less_than_the_least_over_time_is_cut_off() {
+    let size = 20 * CHUNK;
+    let gateway = gateway_with(Limits::default());
+    fill(&gateway, "ana", "sb_1", &[(b"big", &vec![1; size])]);
+    let store = gateway.sandboxes.store.as_ref().unwrap();
+    let (kept, _) = store.get(&"ana".into(), "sb_1").unwrap();
+    // A chunk in 16 seconds is the least, with a minute's grace.
+    for (seconds, whole) in [(1, true), (16, true), (24, false), (59, false)] {
+        let length = u64::try_from(size).unwrap();
+        let piece = Box::new(std::iter::once(Piece::File { place: 0, start: 0, length }));
+        let stall = gateway.sandboxes.limits.stall;
+        let mut taken = stream(Arc::clone(&kept), piece, stall, Arc::clone(&gateway.metrics));
+        let mut got = 0;
+        while let Some(bytes) = taken.next().await {
+            got += bytes.len();
+            tokio::time::sleep(Duration::from_secs(seconds)).await;
+        }
+        assert_eq!(got == size, whole, "{got} bytes with {seconds} seconds for each {CHUNK}");
+        assert!(got >= CHUNK);
+    }
+}
+
 #[tokio::test]
 async fn a_caller_has_so_many_downloads_and_another_ones_are_not_in_its_way() {
     let big = vec![1; 40 << 20];
