@@ -10,10 +10,10 @@ use serde::Serialize;
 
 use super::inside::{self, ALL, Line, MEMORY_MIB, Plan, Row};
 use super::memory::Process;
-use super::stage::{Stage, gather, print};
+use super::stage::{Common, gather, print};
 use super::table::{median, render, spread};
 use super::{measure, rivals};
-use crate::{build, paths};
+use crate::paths;
 
 /// Memory of the emulated host in MiB.
 const HOST_MEMORY_MIB: u32 = 3072;
@@ -24,19 +24,12 @@ pub(crate) struct Args {
     /// Runs of each contender, after one that is not counted
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
-    /// Print everything that was measured as JSON, instead of tables
-    #[arg(long)]
-    json: bool,
-    /// Measure what is there, without building anything
-    #[arg(long)]
-    no_build: bool,
+    #[command(flatten)]
+    common: Common,
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    if !args.no_build {
-        build::everything()?;
-    }
-    let stage = Stage::new()?;
+    let stage = args.common.stage()?;
     rivals::busybox()?;
     let reason = |result: Result<PathBuf>| result.map_err(|error| format!("{error:#}"));
     let plan = Plan {
@@ -51,7 +44,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let clock = stage.clock(true);
     let mut command = stage.command("inside", &plan, clock, HOST_MEMORY_MIB)?;
     let report = collect(&mut command)?;
-    print(&report, args.json, || {
+    print(&report, args.common.json, || {
         let text = describe(&report, args.runs, stage.emulated);
         Ok(format!("{text}\n{}", sizes(&plan.home, stage.folder())?))
     })

@@ -3,9 +3,9 @@
 use anyhow::Result;
 
 use self::inside::{Measured, Plan, WAYS, WHATS};
-use super::stage::{Stage, gather_all, print};
+use super::stage::{Common, gather_all, print};
 use super::table::{render, spread};
-use crate::{build, paths};
+use crate::paths;
 
 pub(super) mod inside;
 
@@ -18,26 +18,19 @@ pub(crate) struct Args {
     /// Calls of each kind, after some that are not counted
     #[arg(long, default_value_t = 11, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
-    /// Print everything that was measured as JSON, instead of a table
-    #[arg(long)]
-    json: bool,
-    /// Measure what is there, without building anything
-    #[arg(long)]
-    no_build: bool,
+    #[command(flatten)]
+    common: Common,
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    if !args.no_build {
-        build::everything()?;
-    }
-    let stage = Stage::new()?;
+    let stage = args.common.stage()?;
     let casulo = stage.folder().join("casulo");
     let plan = Plan { casulo, home: paths::casulo_home()?, runs: args.runs };
     let mut command = stage.command("call-inside", &plan, stage.clock(true), HOST_MEMORY_MIB)?;
     let measured: Vec<Measured> = gather_all(&mut command, |row: &Measured| {
         eprintln!("{} over {}: {:?} ns", row.what, row.way, row.times);
     })?;
-    print(&measured, args.json, || Ok(describe(&measured, args.runs, stage.emulated)))
+    print(&measured, args.common.json, || Ok(describe(&measured, args.runs, stage.emulated)))
 }
 
 fn describe(measured: &[Measured], runs: u32, emulated: bool) -> String {

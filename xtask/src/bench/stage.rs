@@ -19,6 +19,30 @@ use crate::{build, paths};
 /// How long a measurement may print nothing before it is given up.
 const PATIENCE: Duration = Duration::from_secs(600);
 
+/// Options of every bench.
+#[derive(clap::Args)]
+pub(super) struct Common {
+    /// Print everything that was measured as JSON, instead of tables
+    #[arg(long)]
+    pub(super) json: bool,
+    /// Measure what is there, without building anything
+    #[arg(long)]
+    no_build: bool,
+}
+
+impl Common {
+    /// Builds what is to be measured, and makes it ready.
+    ///
+    /// # Errors
+    /// It cannot be built or copied.
+    pub(super) fn stage(&self) -> Result<Stage> {
+        if !self.no_build {
+            build::everything()?;
+        }
+        Stage::new()
+    }
+}
+
 /// What a nanosecond of a measurement is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Clock {

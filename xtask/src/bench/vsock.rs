@@ -6,9 +6,9 @@ use anyhow::Result;
 
 use self::inside::{CONTENDERS, MEASURES, Measured, Plan};
 use super::rivals;
-use super::stage::{Clock, Stage, gather_all, print};
+use super::stage::{Clock, Common, gather_all, print};
 use super::table::{median, render};
-use crate::{build, images, paths, sh};
+use crate::{images, paths, sh};
 
 pub(super) mod inside;
 
@@ -21,26 +21,19 @@ pub(crate) struct Args {
     /// Runs of each figure, after one that is not counted
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
-    /// Print everything that was measured as JSON, instead of a table
-    #[arg(long)]
-    json: bool,
     /// Where KVM has to be emulated: count instructions in one processor instead of taking the time
     /// with two
     #[arg(long)]
     count: bool,
-    /// Measure what is there, without building anything but the guest's program
-    #[arg(long)]
-    no_build: bool,
+    #[command(flatten)]
+    common: Common,
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    if !args.no_build {
-        build::everything()?;
-    }
+    let stage = args.common.stage()?;
     let mut cargo = sh::cargo();
     cargo.current_dir(paths::root()).args(["build", "--release", "--quiet"]);
     sh::run(cargo.args(["--package", "casulo-vmm", "--example", "vsock_guest"]))?;
-    let stage = Stage::new()?;
     let volume = stage.folder().join("guest.erofs");
     let program = fs::read(paths::binaries().join("examples/vsock_guest"))?;
     fs::write(&volume, images::boot_volume(program)?)?;
@@ -56,7 +49,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let measured: Vec<Measured> = gather_all(&mut command, |row: &Measured| {
         eprintln!("{}: {:?} ns", row.contender, row.times);
     })?;
-    print(&measured, args.json, || Ok(describe(&measured, args.runs, clock)))
+    print(&measured, args.common.json, || Ok(describe(&measured, args.runs, clock)))
 }
 
 fn describe(measured: &[Measured], runs: u32, clock: Clock) -> String {

@@ -8,9 +8,9 @@ use anyhow::Result;
 
 use self::inside::{CONTENDERS, Measured, Plan};
 use self::workload::{MEASURES, Measure, Unit};
-use super::stage::{Clock, Stage, gather_all, print};
+use super::stage::{Clock, Common, gather_all, print};
 use super::table::{median, render};
-use crate::{build, images, paths, sh};
+use crate::{images, paths, sh};
 
 mod confine;
 pub(super) mod inside;
@@ -28,9 +28,6 @@ pub(crate) struct Args {
     /// Runs of each measure, after one that is not counted
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
-    /// Print everything that was measured as JSON, instead of a table
-    #[arg(long)]
-    json: bool,
     /// Take the time of the machine instead of counting instructions, where KVM has to be emulated
     #[arg(long)]
     wall: bool,
@@ -40,16 +37,12 @@ pub(crate) struct Args {
     /// Only measures with this in their names
     #[arg(long, value_name = "NAME")]
     measure: Option<String>,
-    /// Measure what is there, without building anything
-    #[arg(long)]
-    no_build: bool,
+    #[command(flatten)]
+    common: Common,
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    if !args.no_build {
-        build::everything()?;
-    }
-    let stage = Stage::new()?;
+    let stage = args.common.stage()?;
     let volume = stage.folder().join("guest.erofs");
     fs::write(&volume, images::boot_volume(fs::read(stage.folder().join("xtask"))?)?)?;
     let plan = Plan {
@@ -65,7 +58,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let clock = stage.clock(!args.wall);
     let mut command = stage.command("fs-inside", &plan, clock, HOST_MEMORY_MIB)?;
     let measured: Vec<Measured> = gather_all(&mut command, |_| ())?;
-    print(&measured, args.json, || Ok(describe(&measured, &plan.measures, args.runs, clock)))
+    print(&measured, args.common.json, || Ok(describe(&measured, &plan.measures, args.runs, clock)))
 }
 
 /// Numbers of the measures with `name` in their names; all of them is none.
