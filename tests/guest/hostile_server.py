@@ -25,6 +25,11 @@ def tools():
     hidden["description"] = "Harm\u200bless\u202e" + TAGS
     hidden["title"] = "T\u001b[8m" + TAGS
     every.append(hidden)
+    every.append(tool("tree", tree={"$ref": "#/$defs/tree"}))
+    every[-1]["inputSchema"]["$defs"] = {"tree": {
+        "type": "object", "additionalProperties": False, "required": ["name"],
+        "properties": {"name": {"type": "string"},
+                       "children": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}}
     every.append({"name": "loop", "inputSchema": {"type": "object", "allOf": [{"$ref": "#"}]}})
     every.append(tool("bad name"))
     if changed:
@@ -50,6 +55,11 @@ def call(id, name, params):
     arguments = params.get("arguments", {})
     if name == "echo":
         return text(arguments["text"], structuredContent={"calls": calls, "cancelled": cancelled})
+    if name == "tree":
+        node, levels = arguments["tree"], 1
+        while node.get("children"):
+            node, levels = node["children"][0], levels + 1
+        return text("%d levels" % levels)
     if name == "sample":
         answers = []
         for n, method in enumerate(["sampling/createMessage", "elicitation/create", "roots/list", "ping"]):

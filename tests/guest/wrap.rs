@@ -221,7 +221,12 @@ fn what_a_hostile_server_says_is_bounded_and_what_it_asks_is_refused() {
     assert_eq!((&hidden["title"], &hidden["description"]), (&json!("T"), &json!("Harmless")));
     assert_eq!(hidden["inputSchema"]["properties"]["x"]["description"], "x");
     let names = names(&list);
-    assert!(names.contains(&"echo") && !names.contains(&"loop") && !names.contains(&"bad name"));
+    assert!(
+        names.contains(&"echo")
+            && names.contains(&"tree")
+            && !names.contains(&"loop")
+            && !names.contains(&"bad name")
+    );
     let (class, message) = refused(&mut client, "loop", json!({}));
     assert!(class == "denied" && message.contains("refers to itself"), "{message}");
     assert_eq!(ask(&mut client, "tools/call", json!({"name": "x"})).unwrap_err()["code"], -32602);
@@ -233,9 +238,23 @@ fn what_a_hostile_server_says_is_bounded_and_what_it_asks_is_refused() {
         let (class, message) = refused(&mut client, "echo", bad);
         assert_eq!(class, "invalid_argument", "{message}");
     }
+    let tree = |levels: usize, leaf: Value| {
+        (1..levels).fold(leaf, |child, _| json!({"name": "n", "children": [child]}))
+    };
+    for levels in [1, 3, 8] {
+        let (class, message) =
+            refused(&mut client, "tree", json!({"tree": tree(levels, json!({"name": 1}))}));
+        let place = format!("/tree{}/name", "/children/0".repeat(levels - 1));
+        assert!(class == "invalid_argument" && message.contains(&place), "{message}");
+    }
     let echo = call(&mut client, "echo", json!({"text": "a\u{200b}"}));
     assert_eq!(echo["content"][0]["text"], "a\\u{200b}");
     assert_eq!(echo["structuredContent"]["calls"], 1, "the others did not reach it: {echo}");
+
+    for levels in [1, 3, 50] {
+        let deep = call(&mut client, "tree", json!({"tree": tree(levels, json!({"name": "n"}))}));
+        assert_eq!(deep["content"][0]["text"], format!("{levels} levels"), "{deep}");
+    }
 
     let asked = call(&mut client, "sample", json!({}));
     let answers: Value =
