@@ -26,6 +26,8 @@ const MAX_DEPTH: u32 = 48;
 const MAX_PARTS: u32 = 4096;
 /// Most levels of arguments for which a schema with circles is unfolded.
 const MAX_ROUNDS: u32 = 8;
+/// Most bytes of the schema as JSON times those levels, if there is more than one.
+const MAX_COPIES: usize = 2 * MAX_BYTES;
 /// Most bytes of the arguments of a call as JSON.
 const MAX_ARGUMENTS: usize = 4 << 20;
 /// Most steps and bytes that one pattern may take.
@@ -351,7 +353,9 @@ impl<'a> Parts<'a> {
             Count::check(self.root)?;
             return Ok(Cow::Borrowed(self.root));
         }
-        for rounds in (2..=MAX_ROUNDS).rev() {
+        let bytes = serde_json::to_vec(self.root).map_or(usize::MAX, |json| json.len());
+        let most = MAX_COPIES.checked_div(bytes).and_then(|most| u32::try_from(most).ok());
+        for rounds in (2..=most.unwrap_or(1).min(MAX_ROUNDS)).rev() {
             let unfolded = self.unfolded(rounds);
             if Count::check(&unfolded).is_ok() {
                 return Ok(Cow::Owned(unfolded));

@@ -427,6 +427,15 @@ fn a_circle_that_grows_with_each_level_is_unfolded_as_far_as_it_fits() {
             Err(error) => assert!(!fits && error.contains("parts"), "{error}"),
         }
     }
+    // The longer it is, the fewer levels.
+    for (bytes, levels) in [(15_000, MAX_ROUNDS), (30_000, 4), (60_000, 2)] {
+        let mut long = tree();
+        long["$defs"]["t"]["properties"]["name"]["description"] = "x".repeat(bytes).into();
+        let schema = Schema::new(&long).unwrap();
+        let bad = |level: u32| below("children", true, level - 1, json!({"name": 1}));
+        assert!(!takes(&schema, bad(levels)), "{bytes}");
+        assert!(takes(&schema, bad(levels + 1)), "{bytes}");
+    }
     // One level has too many parts.
     let doubling: Map<_, _> = (0..20)
         .map(|n| {
