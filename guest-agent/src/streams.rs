@@ -1,6 +1,6 @@
 //! Bulk streams that the host has opened and that wait for the call that names them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -51,6 +51,8 @@ struct State {
     unnamed: usize,
     ready: HashMap<u64, (u64, Stream)>,
     wanted: HashMap<u64, oneshot::Sender<Stream>>,
+    /// Tokens of calls that were given up before their streams came, the newest last.
+    abandoned: VecDeque<u64>,
     /// Tells streams with the same token apart.
     serial: u64,
 }
@@ -82,6 +84,10 @@ impl Streams {
             let mut state = self.state();
             state.unnamed -= 1;
             let Ok(Ok((token, mut stream))) = named else { return };
+            if let Some(place) = state.abandoned.iter().position(|one| *one == token) {
+                state.abandoned.remove(place);
+                return;
+            }
             if let Some(call) = state.wanted.remove(&token) {
                 match call.send(stream) {
                     Ok(()) => return,
@@ -102,6 +108,18 @@ impl Streams {
         let mut state = self.state();
         if state.ready.get(&token).is_some_and(|(s, _)| *s == serial) {
             state.ready.remove(&token);
+        }
+    }
+
+    /// Nobody wants the stream with this token any more: it is closed, or will be when it comes.
+    pub fn abandon(&self, token: u64) {
+        let mut state = self.state();
+        state.wanted.remove(&token);
+        if state.ready.remove(&token).is_none() {
+            if state.abandoned.len() >= MAX_WAITING {
+                state.abandoned.pop_front();
+            }
+            state.abandoned.push_back(token);
         }
     }
 
@@ -226,6 +244,36 @@ mod tests {
             assert_eq!(host.read(&mut [0; 8]).await.unwrap(), 0);
             assert!(streams.state().ready.is_empty());
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stream_that_nobody_wants_any_more_is_closed_at_once_whenever_it_comes() {
+        let streams = Streams::new();
+        for before in [false, true] {
+            let (mut host, guest) = tokio::io::duplex(64);
+            host.write_all(&opening(7)).await.unwrap();
+            if before {
+                streams.abandon(7);
+            }
+            let began = tokio::time::Instant::now();
+            let accepting = tokio::spawn({
+                let streams = streams.clone();
+                async move { streams.accept(guest).await }
+            });
+            while !before && streams.state().ready.is_empty() {
+                tokio::task::yield_now().await;
+            }
+            if !before {
+                streams.abandon(7);
+            }
+            assert_eq!(host.read(&mut [0; 8]).await.unwrap(), 0);
+            assert!(began.elapsed() < PATIENCE);
+            accepting.await.unwrap();
+        }
+        for token in 0..1000 {
+            streams.abandon(token);
+        }
+        assert_eq!(streams.state().abandoned.len(), MAX_WAITING);
     }
 
     #[tokio::test(start_paused = true)]

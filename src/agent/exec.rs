@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use casulo_protocol::agent::WindowSize;
 use casulo_protocol::stream::{Channel, Decoder, Frame};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 
 /// Bytes of one read from the stream or from standard input.
 const CHUNK: usize = 64 * 1024;
@@ -63,6 +63,9 @@ pub(crate) struct Progress {
     pub(crate) blocked: AtomicBool,
     /// Why output could not be written: its first failure, but for a reader that went away.
     unwritten: Mutex<Option<(Channel, io::Error)>>,
+    /// Whether nobody wants the output any more.
+    discarded: AtomicBool,
+    told: Notify,
 }
 
 impl Progress {
@@ -75,6 +78,23 @@ impl Progress {
     /// Takes the reason why output was lost, if it was.
     pub(crate) fn unwritten(&self) -> Option<(Channel, io::Error)> {
         self.unwritten.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Output that comes from now on, and what waits to be written, is thrown away.
+    pub(crate) fn discard(&self) {
+        self.discarded.store(true, Ordering::Release);
+        self.told.notify_waiters();
+    }
+
+    /// Until output is thrown away.
+    async fn unwanted(&self) {
+        let told = self.told.notified();
+        tokio::pin!(told);
+        // Registered before the look, so that nothing is missed in between.
+        told.as_mut().enable();
+        if !self.discarded.load(Ordering::Acquire) {
+            told.await;
+        }
     }
 
     /// Output of `channel` could not be written.
@@ -271,20 +291,37 @@ async fn incoming<R: AsyncRead + Unpin>(
                 return Err(io::Error::other("data after the end of an output"));
             }
             count.fetch_add(u64::try_from(data.len()).unwrap_or(u64::MAX), Ordering::Relaxed);
-            if let Err(error) = output.write(&data).await {
+            let written = tokio::select! {
+                biased;
+                () = progress.unwanted() => {
+                    output.writer = None;
+                    Ok(())
+                }
+                written = output.write(&data) => written,
+            };
+            if let Err(error) = written {
                 progress.lost(channel, error);
                 let _ = notices.try_send(Notice::Reset(channel));
             }
         }
         // What was written shows at once, unless more is already there.
         if n < CHUNK {
-            for channel in flush(&mut stdout, &mut stderr, progress).await {
+            let flushed = tokio::select! {
+                biased;
+                () = progress.unwanted() => Vec::new(),
+                flushed = flush(&mut stdout, &mut stderr, progress) => flushed,
+            };
+            for channel in flushed {
                 let _ = notices.try_send(Notice::Reset(channel));
             }
         }
         progress.blocked.store(false, Ordering::Relaxed);
     };
-    flush(&mut stdout, &mut stderr, progress).await;
+    tokio::select! {
+        biased;
+        () = progress.unwanted() => {}
+        _ = flush(&mut stdout, &mut stderr, progress) => {}
+    }
     Ok(status)
 }
 

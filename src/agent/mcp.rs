@@ -117,6 +117,25 @@ mod tests {
         assert_eq!(meta["io.modelcontextprotocol/protocolVersion"], "2026-07-28");
     }
 
+    #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+    async fn a_call_that_is_dropped_at_once_is_made_and_then_cancelled() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (client, mut lines) = (Client::new(ours), BufReader::new(theirs).lines());
+        for n in 0..500 {
+            let write = WriteFile { path: "x".repeat(n * 10), ..WriteFile::default() };
+            let call = client.call::<FileWritten>(tool::WRITE_FILE, &write);
+            assert!(tokio::time::timeout(std::time::Duration::ZERO, call).await.is_err());
+            let mut next = async || {
+                let line = lines.next_line().await.unwrap().unwrap();
+                serde_json::from_str::<serde_json::Value>(&line).unwrap()
+            };
+            let (call, cancel) = (next().await, next().await);
+            assert_eq!(call["method"], "tools/call", "{call}");
+            assert_eq!(cancel["method"], "notifications/cancelled", "{cancel}");
+            assert_eq!(cancel["params"]["requestId"], call["id"]);
+        }
+    }
+
     #[tokio::test]
     async fn refusals_are_told_without_control_characters() {
         let answer = r#"{"jsonrpc":"2.0","id":ID,"result":{"resultType":"complete","isError":true,"content":[{"type":"text","text":"no \u001b[31msuch file"}]}}"#;

@@ -35,8 +35,9 @@ use crate::runtime::random;
 use crate::vm::control::Control;
 use crate::vm::spawn::Process;
 
-/// Time beyond a command's own limit after which the guest is taken for dead.
-const GRACE: Duration = Duration::from_secs(5);
+/// Time beyond a command's own limit, or after it was cancelled, after which the guest is taken for dead.
+/// Its agent may need ten seconds: for processes that are slow to die, and for a stream that does not come.
+const GRACE: Duration = Duration::from_secs(12);
 const GRACE_EMULATED: Duration = Duration::from_secs(60);
 
 /// Whether to look for changed files.

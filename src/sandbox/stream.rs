@@ -50,9 +50,9 @@ impl Sandbox {
             }
         };
         let watchdog = self.watchdog(spec.timeout_ms, progress);
-        tokio::pin!(call, watchdog, cancel);
-        // In a box, so that it can be closed before its end.
-        let mut stream = Box::pin(stream);
+        tokio::pin!(stream, watchdog, cancel);
+        // In a box, so that it can be dropped before its end.
+        let mut call = Box::pin(call);
         let mut answer: Option<CommandResult> = None;
         let mut streamed = false;
         loop {
@@ -94,10 +94,13 @@ impl Sandbox {
                     return Err(self.lost(text.into()).await);
                 }
                 () = &mut cancel => {
-                    // Closing the stream tells the agent; its answer tells that it has obeyed.
-                    drop(stream);
+                    // That cancels it at the agent, which hears it also when it does not listen to the
+                    // stream, or has none yet; the end of the stream tells that it has obeyed.
+                    drop(call);
+                    progress.discard();
                     if answer.is_none()
-                        && tokio::time::timeout(self.grace(), call).await.is_err()
+                        && !streamed
+                        && tokio::time::timeout(self.grace(), stream).await.is_err()
                     {
                         self.kill();
                     }

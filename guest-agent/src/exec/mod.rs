@@ -189,7 +189,10 @@ impl Engine {
         let Some(token) = options.stream else { return Ok(None) };
         tokio::select! {
             stream = self.inner.streams.take(token) => Ok(Some(stream?)),
-            () = cancelled => Err(ExecError::Cancelled),
+            () = cancelled => {
+                self.inner.streams.abandon(token);
+                Err(ExecError::Cancelled)
+            }
         }
     }
 
