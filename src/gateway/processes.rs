@@ -168,7 +168,8 @@ impl Processes {
         let polled = self.all.values().filter(|p| !p.shared.ended()).count();
         if polled.saturating_add(self.attached) >= MAX_RUNNING {
             return Err(capacity(format!(
-                "{MAX_RUNNING} processes run in this sandbox already; stop one with stop_process"
+                "{MAX_RUNNING} processes run in this sandbox already, those of `casulo wrap --sandbox` \
+                 included; stop one with stop_process"
             )));
         }
         Ok(())

@@ -11,7 +11,7 @@ pub(crate) mod scratch;
 pub(crate) mod spawn;
 
 /// Registers a descriptor with the caller's tokio runtime.
-fn watched(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+pub(crate) fn watched(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd is open for as long as it lives, its number never changes, and the AsyncFd
     // owns it; nothing here replaces the file behind the number.
     let registered = unsafe { AsyncFd::register(fd) };

@@ -32,7 +32,7 @@ impl Server {
     }
 
     /// The server that `command` starts.
-    fn of(mut command: Command, listen: &str, more: &[&str]) -> Self {
+    pub(crate) fn of(mut command: Command, listen: &str, more: &[&str]) -> Self {
         let folder = folder();
         let tokens = folder.path().join("tokens");
         let mut options = std::fs::OpenOptions::new();

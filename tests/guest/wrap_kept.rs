@@ -1,5 +1,7 @@
 //! Other people's MCP servers in a sandbox of a running `casulo serve`.
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -7,8 +9,8 @@ use std::time::Duration;
 use serde_json::json;
 
 use crate::client::Client;
-use crate::http::Server;
-use crate::support::{casulo, wait};
+use crate::http::{Server, token};
+use crate::support::{casulo, wait, wait_for};
 use crate::wrap::{ask, call, fresh_home, names, refused};
 
 /// `casulo wrap --sandbox` for a caller of `server`.
@@ -37,10 +39,9 @@ fn running(client: &mut Client, sandbox: &str) -> String {
     counted["stdout"].as_str().unwrap().trim().to_owned()
 }
 
+#[track_caller]
 fn until_none(client: &mut Client, sandbox: &str) {
-    while running(client, sandbox) != "0" {
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    wait_for("the end of the server", || (running(client, sandbox) == "0").then_some(()));
 }
 
 /// What a command says that does not come to serve.
@@ -115,7 +116,17 @@ fn a_wrapped_server_in_a_kept_sandbox_is_one_of_its_processes() {
     // A program that is not there.
     let args = ["--", "/no/such/program"];
     let none = failure(wrap(&server, "ana", home.path(), &sandbox, &args));
-    assert!(none.contains("/no/such/program") && none.contains("exit status 127"), "{none}");
+    let why = none.lines().find(|line| line.contains("cannot start the server")).unwrap();
+    assert!(why.contains("/no/such/program") && why.contains("exit status 127"), "{none}");
+
+    // A client that goes away before there is an answer.
+    let args = ["--", "sleep", "1234"];
+    let mut command = wrap(&server, "ana", home.path(), &sandbox, &args);
+    assert!(wait(&mut command.stdin(Stdio::null()).spawn().unwrap()).success());
+    wait_for("the end of the start", || {
+        let counted = ana.bash(&sandbox, "pgrep -fc '^sleep 1234'");
+        (counted["stdout"] == "0\n").then_some(())
+    });
 
     // The end of the sandbox is the server's.
     let mut client = start(&[]);
@@ -151,4 +162,75 @@ fn a_sandbox_with_a_wrapped_server_is_not_idle_and_the_end_of_casulo_serve_waits
     let (class, _) = refused(&mut client, "echo", json!({"text": "z"}));
     assert_eq!(class, "guest_lost");
     client.end();
+}
+
+/// A connection that is the streams of `command`; `more` is sent at once behind the request.
+fn attached(server: &Server, sandbox: &str, command: &str, more: &[u8]) -> TcpStream {
+    let address = server.url.strip_prefix("http://").unwrap().strip_suffix("/mcp").unwrap();
+    let mut stream = TcpStream::connect(address).unwrap();
+    let body = json!({"command": ["bash", "-c", command]}).to_string();
+    let head = format!(
+        "POST /v1/sandboxes/{sandbox}/exec HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {}\r\n\
+         Connection: upgrade\r\nUpgrade: casulo-stream\r\nContent-Length: {}\r\n\r\n{body}",
+        token("ana"),
+        body.len()
+    );
+    stream.write_all(&[head.as_bytes(), more].concat()).unwrap();
+    stream
+}
+
+/// Frames as `casulo_protocol::stream` has them: kind, channel, payload.
+fn frame(kind: u8, channel: u8, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_le_bytes();
+    [&[kind, channel, 0, 0], &length[..], payload].concat()
+}
+
+#[test]
+fn a_command_over_http_that_is_given_up_ends_alone_whenever_that_is() {
+    // With the patience of a machine with KVM of its own, which is shorter.
+    let mut plain = casulo(["serve"]);
+    plain.env_remove("CASULO_EMULATED");
+    let server = Server::of(plain, "127.0.0.1:0", &["--boot-timeout", "120"]);
+    let mut ana = server.client("ana");
+    let sandbox = ana.sandbox();
+    let run = json!({"sandbox_id": sandbox, "command": "sleep 4321"});
+    let process = ana.good("start_process", run)["process_id"].clone();
+    let open = frame(1, 0, &[0; 8]);
+
+    // Before it has begun: at once, with nonsense, and with all kinds of haste.
+    let mut answer = Vec::new();
+    let _ = attached(&server, &sandbox, "sleep 1111", &[0xee; 64]).read_to_end(&mut answer);
+    let answer = String::from_utf8_lossy(&answer);
+    assert!(answer.starts_with("HTTP/1.1 101") && answer.contains("is broken"), "{answer}");
+    for ms in [0, 1, 3, 10, 30, 100, 300] {
+        let stream = attached(&server, &sandbox, "sleep 1111", &open);
+        std::thread::sleep(Duration::from_millis(ms));
+        drop(stream);
+    }
+    // With more input than it takes, in its pipe and on the way.
+    let input = [open.clone(), frame(2, 0, &[b'x'; 200_000]).repeat(40)].concat();
+    let mut stream = attached(&server, &sandbox, "sleep 1111", &[]);
+    stream.set_write_timeout(Some(Duration::from_secs(5))).unwrap();
+    let _ = stream.write_all(&input);
+    drop(stream);
+    // The same with the process tools.
+    let run = json!({"sandbox_id": sandbox, "command": "sleep 1111"});
+    let stuffed = ana.good("start_process", run)["process_id"].clone();
+    let feed = json!({"sandbox_id": sandbox, "process_id": stuffed, "stdin": "x".repeat(65_000)});
+    while !ana.call("poll_process", feed.clone()).0 {}
+    let stop = json!({"sandbox_id": sandbox, "process_id": stuffed, "signal": "KILL"});
+    ana.good("stop_process", stop);
+
+    wait_for("the end of the commands", || {
+        let counted = ana.bash(&sandbox, "pgrep -fc '^sleep 1111'");
+        (counted["stdout"] == "0\n").then_some(())
+    });
+    let poll = json!({"sandbox_id": sandbox, "process_id": process, "wait_seconds": 0});
+    assert_eq!(ana.good("poll_process", poll)["running"], true);
+    // Every place among the processes has come back.
+    for _ in 0..15 {
+        ana.good("start_process", json!({"sandbox_id": sandbox, "command": "sleep 4321"}));
+    }
+    ana.end();
+    server.end();
 }

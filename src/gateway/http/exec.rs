@@ -11,7 +11,7 @@ use casulo_protocol::result::HostKind;
 use casulo_protocol::spec::RunSpec;
 use hyper::body::Incoming;
 use hyper::header::{CONNECTION, HeaderMap, HeaderName, HeaderValue, UPGRADE};
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::{Method, Request, Response, StatusCode, Version};
 use hyper_util::rt::TokioIo;
 use tokio_util::sync::CancellationToken;
 
@@ -19,6 +19,7 @@ use super::super::processes::Attached;
 use super::super::sandboxes;
 use super::super::tools;
 use super::app::{App, Body, SANDBOXES, busy, not_allowed, problem, read};
+use super::peer::Peer;
 use super::stream;
 use crate::{Execution, Program};
 
@@ -54,7 +55,8 @@ impl App {
             return refused;
         }
         let headers = request.headers();
-        if !says(headers, CONNECTION, "upgrade") || !says(headers, UPGRADE, PROTOCOL) {
+        let old = request.version() < Version::HTTP_11;
+        if old || !says(headers, CONNECTION, "upgrade") || !says(headers, UPGRADE, PROTOCOL) {
             let message = "this is for programs that upgrade the connection to casulo-stream, as \
                            `casulo wrap --sandbox` does";
             let status = StatusCode::UPGRADE_REQUIRED;
@@ -71,6 +73,7 @@ impl App {
             Err(error) => return problem(StatusCode::NOT_FOUND, error.class, &error.message),
         };
         let upgrade = hyper::upgrade::on(&mut request);
+        let peer = request.extensions().get::<Arc<Peer>>().cloned();
         let body = match read(request.into_body()).await {
             Ok(body) => body,
             Err(error) => {
@@ -99,13 +102,20 @@ impl App {
         self.streams.spawn(async move {
             // A caller that goes away before it has been answered wants nothing.
             let Ok(connection) = upgrade.await else { return };
-            let (spec, attached) = (&spec, &attached);
             let run = |stdio, kill: CancellationToken| async move {
+                // Given back when the command has ended, and not when the caller has heard of it.
+                let attached = attached;
                 let (program, how) = (Program::Command, Execution::default());
                 let sandbox = attached.sandbox();
-                sandbox.execute(spec, &program, stdio, how, kill.cancelled()).await
+                sandbox.execute(&spec, &program, stdio, how, kill.cancelled()).await
             };
-            stream::carry(TokioIo::new(connection), stall, &cut, run).await;
+            let closed = async {
+                match peer {
+                    Some(peer) => peer.closed().await,
+                    None => std::future::pending().await,
+                }
+            };
+            stream::carry(TokioIo::new(connection), stall, closed, &cut, run).await;
         });
         let mut response = Response::new(Body::default());
         *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
@@ -181,6 +191,9 @@ mod tests {
         let mut get = request(Some(ANA));
         *get.method_mut() = Method::GET;
         assert_eq!(server.send(get).await.status, StatusCode::METHOD_NOT_ALLOWED);
+        let mut old = request(Some(ANA));
+        *old.version_mut() = Version::HTTP_10;
+        assert_eq!(server.send(old).await.status, StatusCode::UPGRADE_REQUIRED);
         for (name, value) in [(CONNECTION, "close"), (UPGRADE, "websocket"), (UPGRADE, "")] {
             let mut plain = request(Some(ANA));
             plain.headers_mut().insert(name, HeaderValue::from_static(value));
@@ -209,7 +222,10 @@ mod tests {
             (json!({"command": ["a"], "cwd": "x"}), "cwd does not match"),
             (json!({"command": ["a"], "env": {"A=": "b"}}), "env"),
             (json!({"command": ["a"], "env": {"A": "b\0"}}), "NUL"),
-            (json!({"command": ["a"], "user": "root"}), "unknown field `user`"),
+            (
+                json!({"command": ["a"], "user": "root"}),
+                "unknown argument user; there are command, cwd, env",
+            ),
         ] {
             let error = take(wrong.clone()).unwrap_err();
             assert!(error.contains(why), "{wrong}: {error}");

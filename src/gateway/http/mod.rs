@@ -20,6 +20,7 @@ pub(crate) mod exec;
 mod files;
 mod listen;
 mod origin;
+mod peer;
 mod pieces;
 mod range;
 mod stream;
@@ -34,6 +35,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use hyper::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -53,6 +56,7 @@ use app::App;
 pub(super) use app::{Endpoint, endpoint};
 use listen::{Listener, Stream};
 use origin::Names;
+use peer::Peer;
 
 /// Most connections at once; more wait until one is closed.
 const MAX_CONNECTIONS: usize = 1024;
@@ -232,8 +236,14 @@ impl HttpServer {
                 connections.spawn(async move {
                     app.connected();
                     match stream {
-                        Stream::Tcp(stream) => encrypted(stream, tls, app, closing).await,
-                        Stream::Unix(stream) => encrypted(stream, tls, app, closing).await,
+                        Stream::Tcp(stream) => {
+                            let peer = Peer::of(&stream);
+                            encrypted(stream, tls, app, peer, closing).await;
+                        }
+                        Stream::Unix(stream) => {
+                            let peer = Peer::of(&stream);
+                            encrypted(stream, tls, app, peer, closing).await;
+                        }
                     }
                     drop(permit);
                 });
@@ -268,30 +278,38 @@ async fn encrypted<S>(
     stream: S,
     tls: Option<TlsAcceptor>,
     app: Arc<App>,
+    peer: Option<Arc<Peer>>,
     closing: CancellationToken,
 ) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     match tls {
-        None => connection(stream, app, closing).await,
+        None => connection(stream, app, peer, closing).await,
         Some(tls) => {
             // Who does not come to terms is no caller.
             let terms = tokio::time::timeout(HEAD_TIMEOUT, tls.accept(stream));
             if let Some(Ok(Ok(stream))) = closing.run_until_cancelled(terms).await {
-                connection(stream, app, closing).await;
+                connection(stream, app, peer, closing).await;
             }
         }
     }
 }
 
-async fn connection<S>(stream: S, app: Arc<App>, closing: CancellationToken)
-where
+async fn connection<S>(
+    stream: S,
+    app: Arc<App>,
+    peer: Option<Arc<Peer>>,
+    closing: CancellationToken,
+) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let mut stream = TimeoutStream::new(stream);
     stream.set_write_timeout(Some(app.sandboxes().limits.stall));
-    let service = service_fn(move |request| {
+    let service = service_fn(move |mut request: Request<Incoming>| {
         let app = Arc::clone(&app);
+        if let Some(peer) = &peer {
+            request.extensions_mut().insert(Arc::clone(peer));
+        }
         async move { Ok::<_, std::convert::Infallible>(app.handle(request).await) }
     });
     let connection = http1::Builder::new()

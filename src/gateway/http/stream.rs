@@ -21,13 +21,18 @@ use crate::{Control, Error, Stdio};
 const PIPE: usize = 256 * 1024;
 /// Bytes of one read.
 const CHUNK: usize = 64 * 1024;
+/// How long the caller may take to close its side when all is said. A connection that is closed with input
+/// unread takes back what is still on its way to the caller (RFC 1122, section 4.2.2.13).
+const LINGER: Duration = Duration::from_secs(5);
 
 /// Runs a command with the streams of `connection`, to the end of either. `run` starts it, and kills it
-/// when the token says so. A caller whose input the command does not take for the time of `patience` is
-/// cut off too, since one that is gone could not be told from it.
+/// when the token says so. `closed` is over when the caller has closed the connection, whatever it has sent
+/// before. A caller whose input the command does not take for the time of `patience` is cut off too, and
+/// so is one that has not taken the rest of the output for so long after the command's end.
 pub(super) async fn carry<S, R, F>(
     connection: S,
     patience: Duration,
+    closed: impl Future<Output = ()>,
     stop: &CancellationToken,
     run: R,
 ) where
@@ -35,7 +40,7 @@ pub(super) async fn carry<S, R, F>(
     R: FnOnce(Stdio, CancellationToken) -> F,
     F: Future<Output = Result<RunResult, Error>>,
 {
-    let (read, write) = tokio::io::split(connection);
+    let (mut read, write) = tokio::io::split(connection);
     let (input, stdin) = tokio::io::duplex(PIPE);
     let (stdout, out) = tokio::io::duplex(PIPE);
     let (stderr, err) = tokio::io::duplex(PIPE);
@@ -49,39 +54,55 @@ pub(super) async fn carry<S, R, F>(
     let kill = stop.child_token();
     let why = OnceLock::new();
     let unread = Unread::default();
+    let ended = CancellationToken::new();
     let outgoing = async {
-        let sent = outgoing(write, out, err, &unread).await;
+        let sent = tokio::select! {
+            sent = outgoing(write, out, err, &unread) => sent,
+            () = async { ended.cancelled().await; tokio::time::sleep(patience).await } => {
+                Err(io::ErrorKind::TimedOut.into())
+            }
+        };
         if sent.is_err() {
             kill.cancel();
         }
         sent
     };
+    let run = run(stdio, kill.clone());
+    let run = async {
+        let end = run.await;
+        ended.cancel();
+        end
+    };
     let served = async {
-        let (end, sent) = tokio::join!(run(stdio, kill.clone()), outgoing);
+        let (end, sent) = tokio::join!(run, outgoing);
         if let Ok(write) = sent {
             let why = why.get().cloned();
             let why = why.or_else(|| stop.is_cancelled().then(|| "the server ends".to_owned()));
             // A caller that has gone misses nothing.
-            let _ = last_words(write, end, why).await;
+            let _ = tokio::time::timeout(patience, last_words(write, end, why)).await;
         }
     };
     let incoming = async {
-        match incoming(read, input, orders, &unread, patience).await {
-            Over::Gone => {
-                // Nobody is there to be written to.
-                unread.gone.cancel();
-            }
-            Over::Because(reason) => {
-                let _ = why.set(reason);
-            }
+        if let Over::Because(reason) = incoming(&mut read, input, orders, &unread, patience).await {
+            let _ = why.set(reason);
+            kill.cancel();
+            let mut rest = vec![0u8; CHUNK];
+            while read.read(&mut rest).await.is_ok_and(|n| n > 0) {}
         }
-        kill.cancel();
-        // The command says when it has ended.
-        std::future::pending::<()>().await;
     };
+    let gone = async {
+        tokio::select! {
+            () = incoming => {}
+            () = closed => {}
+        }
+        // Nobody is there to be written to.
+        unread.gone.cancel();
+        kill.cancel();
+    };
+    tokio::pin!(served, gone);
     tokio::select! {
-        () = served => {}
-        () = incoming => {}
+        () = &mut served => drop(tokio::time::timeout(LINGER, gone).await),
+        () = &mut gone => served.await,
     }
 }
 
@@ -102,7 +123,7 @@ enum Over {
 }
 
 async fn incoming<R: AsyncRead + Unpin>(
-    mut read: R,
+    read: &mut R,
     input: DuplexStream,
     orders: mpsc::Sender<Control>,
     unread: &Unread,
@@ -130,22 +151,16 @@ async fn incoming<R: AsyncRead + Unpin>(
                     continue;
                 }
                 _ if !opened => return broken("it does not begin with an open frame"),
-                Frame::Data(Channel::Stdin, data) if !ended => {
-                    let Some(pipe) = &mut input else { continue };
-                    match tokio::time::timeout(patience, pipe.write_all(&data)).await {
-                        Ok(Ok(())) => {}
-                        // The command does not read it any more.
-                        Ok(Err(_)) => input = None,
-                        Err(_) => {
-                            let seconds = patience.as_secs();
-                            return Over::Because(format!(
-                                "the command has not taken its input for {seconds} seconds"
-                            ));
-                        }
-                    }
-                    continue;
+                Frame::Data(Channel::Stdin, _) | Frame::End(Channel::Stdin) if ended => {
+                    return broken("input after its end");
                 }
-                Frame::End(Channel::Stdin) | Frame::Reset(Channel::Stdin) if !ended => {
+                Frame::Data(Channel::Stdin, data) => {
+                    match feed(&mut input, &data, patience).await {
+                        Ok(()) => continue,
+                        Err(why) => return Over::Because(why),
+                    }
+                }
+                Frame::End(Channel::Stdin) | Frame::Reset(Channel::Stdin) => {
                     (input, ended) = (None, true);
                     continue;
                 }
@@ -167,6 +182,25 @@ async fn incoming<R: AsyncRead + Unpin>(
             let _ = orders.try_send(order);
         }
     }
+}
+
+/// Writes input to the command; its pipe is gone once it does not read it any more.
+async fn feed(
+    input: &mut Option<DuplexStream>,
+    mut data: &[u8],
+    patience: Duration,
+) -> Result<(), String> {
+    while let Some(pipe) = input.as_mut().filter(|_| !data.is_empty()) {
+        match tokio::time::timeout(patience, pipe.write(data)).await {
+            Ok(Ok(n)) if n > 0 => data = data.get(n..).unwrap_or_default(),
+            Ok(_) => *input = None,
+            Err(_) => {
+                let seconds = patience.as_secs();
+                return Err(format!("the command has not taken its input for {seconds} seconds"));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Sends both outputs to their ends; standard error stays open for the last words.

@@ -20,7 +20,12 @@ where
 {
     let (ours, theirs) = tokio::io::duplex(1024);
     let stop = CancellationToken::new();
-    (ours, tokio::spawn(async move { carry(theirs, PATIENCE, &stop, run).await }))
+    (
+        ours,
+        tokio::spawn(
+            async move { carry(theirs, PATIENCE, std::future::pending(), &stop, run).await },
+        ),
+    )
 }
 
 fn ended(code: i32) -> RunResult {
@@ -233,9 +238,82 @@ async fn a_server_that_ends_says_so() {
     let (mut ours, theirs) = tokio::io::duplex(1024);
     let stop = CancellationToken::new();
     let ending = stop.clone();
-    let served = tokio::spawn(async move { carry(theirs, PATIENCE, &ending, wait).await });
+    let served = tokio::spawn(async move {
+        carry(theirs, PATIENCE, std::future::pending(), &ending, wait).await
+    });
     send(&mut ours, &[Frame::Open(0)]).await;
     stop.cancel();
     assert_eq!(text_of(&frames(&mut ours).await), "casulo: the server ends\n");
+    served.await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_command_that_takes_its_input_slowly_is_left_to_it() {
+    let (mut stream, served) = serve(|mut stdio, _| async move {
+        let mut input = stdio.stdin.take().unwrap();
+        let mut buffer = vec![0u8; 4096];
+        while input.read(&mut buffer).await.unwrap() > 0 {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        Ok(ended(0))
+    });
+    // A frame takes longer than the patience.
+    let data = Frame::Data(Channel::Stdin, vec![0; 256 * 1024]);
+    let frames = [Frame::Open(0), data.clone(), data.clone(), data, Frame::End(Channel::Stdin)];
+    send(&mut stream, &frames).await;
+    assert_eq!(self::frames(&mut stream).await.last(), Some(&Frame::Exit(0)));
+    served.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_caller_that_is_known_to_be_gone_need_not_be_read_to_the_end() {
+    let (mut ours, theirs) = tokio::io::duplex(1 << 20);
+    let (stop, closed) = (CancellationToken::new(), CancellationToken::new());
+    let told = closed.clone();
+    let served = tokio::spawn(async move {
+        carry(theirs, PATIENCE, told.cancelled_owned(), &stop, wait).await;
+    });
+    // More than the command ever takes.
+    send(&mut ours, &[Frame::Open(0), Frame::Data(Channel::Stdin, vec![0; 2 * PIPE])]).await;
+    closed.cancel();
+    served.await.unwrap();
+}
+
+#[tokio::test]
+async fn the_end_is_heard_by_a_caller_that_still_sends() {
+    let (ours, theirs) = tokio::net::UnixStream::pair().unwrap();
+    let stop = CancellationToken::new();
+    let run = |mut stdio: Stdio, _| async move {
+        stdio.stdout.write_all(&vec![b'x'; 1 << 20]).await.unwrap();
+        stdio.stderr.write_all(b"THE END").await.unwrap();
+        Ok(ended(7))
+    };
+    let served = tokio::spawn(async move {
+        carry(theirs, PATIENCE, std::future::pending(), &stop, run).await;
+    });
+    let (mut read, mut write) = ours.into_split();
+    let sender = tokio::spawn(async move {
+        let mut packet = Vec::new();
+        Frame::Open(0).encode(&mut packet);
+        Frame::Data(Channel::Stdin, vec![0; 8 << 20]).encode(&mut packet);
+        // To the end of the command, and beyond it.
+        let _ = write.write_all(&packet).await;
+        write
+    });
+    let (mut decoder, mut buffer) = (Decoder::new(), vec![0u8; 100_000]);
+    let (mut bytes, mut rest) = (0, Vec::new());
+    while rest.last() != Some(&Frame::Exit(7 << 8)) {
+        let n = read.read(&mut buffer).await.unwrap();
+        assert!(n > 0, "{rest:?}");
+        decoder.feed(&buffer[..n]);
+        while let Some(frame) = decoder.next_frame().unwrap() {
+            match frame {
+                Frame::Data(Channel::Stdout, data) => bytes += data.len(),
+                other => rest.push(other),
+            }
+        }
+    }
+    assert_eq!((bytes, text_of(&rest).as_str()), (1 << 20, "THE END"));
+    drop((sender.await.unwrap(), read));
     served.await.unwrap();
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tokio_rustls::TlsAcceptor;
-use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::{self, ServerConfig};
 
@@ -20,7 +20,7 @@ pub enum TlsError {
         /// The file.
         path: PathBuf,
         /// What went wrong.
-        error: rustls::pki_types::pem::Error,
+        error: pem::Error,
     },
     /// They do not fit together.
     #[error("the certificate {} and the key {} cannot be used: {error}", .certificate.display(), .key.display())]
@@ -43,6 +43,9 @@ pub(super) fn acceptor(certificate: &Path, key: &Path) -> Result<TlsAcceptor, Tl
     let chain = CertificateDer::pem_file_iter(certificate)
         .and_then(Iterator::collect::<Result<Vec<_>, _>>)
         .map_err(file("certificates", certificate))?;
+    if chain.is_empty() {
+        return Err(file("certificates", certificate)(pem::Error::NoItemsFound));
+    }
     let secret = PrivateKeyDer::from_pem_file(key).map_err(file("private key", key))?;
     let pair =
         |error| TlsError::Pair { certificate: certificate.to_owned(), key: key.to_owned(), error };
