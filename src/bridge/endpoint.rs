@@ -1,5 +1,6 @@
 //! Where `casulo serve` is, and one HTTP request to it.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,10 +14,14 @@ use serde_json::Value;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsConnector;
-use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
 use tokio_rustls::rustls::{self, ClientConfig, RootCertStore};
 
+use crate::text;
+
+/// Most characters that are repeated of what a server says.
+const MAX_SAID: usize = 500;
 /// How long a connection may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -44,7 +49,7 @@ pub enum EndpointError {
         /// The file.
         path: PathBuf,
         /// What went wrong.
-        error: rustls::pki_types::pem::Error,
+        error: pem::Error,
     },
     /// There is nothing to check a server's certificate with.
     #[error("this machine has no trusted certificates; install ca-certificates, or give --ca-file")]
@@ -146,6 +151,17 @@ impl Endpoint {
         Ok(Self { way: Way::Tcp { host: bare, port, tls }, name, path, host, authorization })
     }
 
+    /// The address in one spelling, for what is remembered of a server.
+    pub(crate) fn identity(&self) -> String {
+        let scheme = match &self.way {
+            Way::Unix(path) => return format!("unix:{}", path.display()),
+            Way::Tcp { tls: Some(_), .. } => "https",
+            Way::Tcp { tls: None, .. } => "http",
+        };
+        // A header made of a part of a URL is text.
+        format!("{scheme}://{}{}", self.host.to_str().unwrap_or_default(), self.path)
+    }
+
     /// Sends a request to the MCP endpoint on a connection of its own; the address and the token are
     /// filled in.
     pub(super) async fn send(
@@ -198,10 +214,9 @@ impl Endpoint {
     pub(super) fn refused(&self, status: StatusCode, body: &[u8]) -> String {
         let value = serde_json::from_slice::<Value>(body).ok();
         let said = value.as_ref().and_then(|value| value.get("message")).and_then(Value::as_str);
-        let said = said
-            .map(str::to_owned)
-            .unwrap_or_else(|| String::from_utf8_lossy(body).trim().chars().take(300).collect());
-        format!("{self} answered {status}: {said}")
+        let said = said.map_or_else(|| String::from_utf8_lossy(body), Cow::Borrowed);
+        let said: String = said.trim().chars().take(MAX_SAID).collect();
+        format!("{self} answered {status}: {}", text::safe(&said))
     }
 }
 
@@ -236,9 +251,13 @@ fn connector(ca: Option<&Path>) -> Result<TlsConnector, EndpointError> {
     let mut roots = RootCertStore::empty();
     match ca {
         Some(path) => {
+            let failed = |error| EndpointError::Certificates { path: path.to_owned(), error };
             let certificates = CertificateDer::pem_file_iter(path)
                 .and_then(Iterator::collect::<Result<Vec<_>, _>>)
-                .map_err(|error| EndpointError::Certificates { path: path.to_owned(), error })?;
+                .map_err(failed)?;
+            if certificates.is_empty() {
+                return Err(failed(pem::Error::NoItemsFound));
+            }
             for certificate in certificates {
                 roots.add(certificate)?;
             }
@@ -287,6 +306,20 @@ mod tests {
         assert_eq!(beside("http://localhost/casulo/mcp"), "/casulo/v1/x");
         assert_eq!(beside("http://localhost/other?a=/mcp"), "/v1/x");
         assert_eq!(beside("unix:/run/casulo"), "/v1/x");
+        let identity = |address: &str| new(address).unwrap().identity();
+        assert_eq!(identity("http://localhost:1"), "http://localhost:1/mcp");
+        assert_eq!(identity("http://localhost:1/mcp"), "http://localhost:1/mcp");
+        assert_eq!(identity("unix:/run/casulo"), "unix:/run/casulo");
+        let evil = format!(r#"{{"message": "no\u001b[2J\u202e{}"}}"#, "x".repeat(1000));
+        let said = new("http://localhost").unwrap().refused(StatusCode::FORBIDDEN, evil.as_bytes());
+        assert!(
+            said.starts_with("http://localhost answered 403 Forbidden: no\\u{202e}x"),
+            "{said}"
+        );
+        assert!(said.len() < 600);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let empty = Endpoint::new("https://localhost", None, Some(file.path()), false);
+        assert!(matches!(empty, Err(EndpointError::Certificates { .. })));
         let line = Endpoint::new("http://localhost", Some("a\nb"), None, false);
         assert!(matches!(line, Err(EndpointError::Token)));
         assert!(!format!("{:?}", new("http://localhost").unwrap()).contains("Bearer"));

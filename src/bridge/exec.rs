@@ -1,6 +1,7 @@
 //! A command in a sandbox of a `casulo serve`: its streams over one connection.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use casulo_protocol::spec::RunSpec;
 use http_body_util::{BodyExt, Full, Limited};
@@ -10,8 +11,12 @@ use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde::Serialize;
 
+use super::endpoint::SendError;
 use super::{Endpoint, MAX_ERROR};
 use crate::gateway::http::exec::{HOST, PROTOCOL};
+
+/// Longest time until the server has answered.
+const ANSWER: Duration = Duration::from_secs(60);
 
 /// Body of the request.
 #[derive(Serialize)]
@@ -39,6 +44,13 @@ pub(crate) async fn start(
     id: &str,
     command: &RunSpec,
 ) -> Result<Stream, String> {
+    match tokio::time::timeout(ANSWER, asked(endpoint, id, command)).await {
+        Ok(result) => result,
+        Err(_) => Err(format!("{endpoint} did not answer within {} seconds", ANSWER.as_secs())),
+    }
+}
+
+async fn asked(endpoint: &Endpoint, id: &str, command: &RunSpec) -> Result<Stream, String> {
     if id.is_empty() || !id.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_') {
         return Err(format!("{id:?} is no id of a sandbox; create_sandbox gives one"));
     }
@@ -54,12 +66,27 @@ pub(crate) async fn start(
     headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
     headers.insert(UPGRADE, HeaderValue::from_static(PROTOCOL));
     let response = endpoint.send_to(path, request).await;
-    let mut response = response.map_err(|error| format!("{endpoint}: {error}"))?;
+    let mut response = response.map_err(|error| {
+        let hint = match error {
+            SendError::Connect(_) => {
+                "; start `casulo serve` there, or say with --connect where it is"
+            }
+            SendError::Exchange(_) => "",
+        };
+        format!("{endpoint}: {error}{hint}")
+    })?;
     if response.status() != StatusCode::SWITCHING_PROTOCOLS {
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_ERROR).collect().await;
         let body = body.map(|body| body.to_bytes()).unwrap_or_default();
-        return Err(endpoint.refused(status, &body));
+        let hint = match status {
+            StatusCode::UNAUTHORIZED => {
+                "; the token is that of --token-file, of CASULO_TOKEN, or for a server on this machine \
+                 that of CASULO_HOME"
+            }
+            _ => "",
+        };
+        return Err(format!("{}{hint}", endpoint.refused(status, &body)));
     }
     let emulated = response.headers().get(HOST).is_some_and(|host| host == "emulated");
     let connection = hyper::upgrade::on(&mut response).await;

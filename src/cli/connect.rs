@@ -6,22 +6,22 @@ use crate::bridge::{self, Endpoint};
 use crate::cli::host;
 use crate::gateway::http;
 
-/// Who to be to a server, and what to trust on the way; beside an argument `connect`.
+/// Who to be to a server, and what to trust on the way; beside an argument of the group `remote`.
 #[derive(clap::Args, Clone, Debug)]
 #[command(next_help_heading = "Options of a connection")]
 pub(crate) struct ConnectOptions {
     /// The server's token file [default: CASULO_TOKEN in the environment, else for a server on this
     /// machine token in CASULO_HOME]
-    #[arg(long, value_name = "FILE", requires = "connect")]
+    #[arg(long, value_name = "FILE", requires = "remote")]
     token_file: Option<PathBuf>,
     /// Who to be, where the token file names several
     #[arg(long, value_name = "NAME", requires = "token_file")]
     caller: Option<String>,
     /// Certificates to check the server's with, in PEM form [default: this machine's]
-    #[arg(long, value_name = "FILE", requires = "connect")]
+    #[arg(long, value_name = "FILE", requires = "remote")]
     ca_file: Option<PathBuf>,
     /// Let the token go unencrypted to another machine, since the way there is safe
-    #[arg(long, requires = "connect")]
+    #[arg(long, requires = "remote")]
     plain_http: bool,
 }
 

@@ -24,7 +24,7 @@ pub(crate) struct Args {
     /// Pass everything on to the `casulo serve` at http://HOST:PORT/mcp, https://HOST/mcp or
     /// unix:PATH, where sandboxes outlive this process
     #[arg(
-        long, value_name = "URL", help_heading = "Options of a connection",
+        long, value_name = "URL", group = "remote", help_heading = "Options of a connection",
         conflicts_with_all = ["SandboxOptions", "max_sandboxes", "keep"]
     )]
     connect: Option<String>,

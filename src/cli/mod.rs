@@ -144,7 +144,7 @@ mod tests {
         };
         let kept = ["--sandbox", "sb_1"];
         let with = |more: &[&str]| parse(&[&kept, more].concat());
-        assert!(with(&[]).is_ok());
+        assert!(with(&[]).is_ok() && with(&["--token-file", "x", "--caller", "y"]).is_ok());
         assert!(with(&["--connect", "unix:/run/x", "--env", "A=b", "--workdir", "/x"]).is_ok());
         for wrong in [
             &["--memory", "1024"][..],
@@ -153,11 +153,13 @@ mod tests {
             &["--host", "native"],
             &["--user", "root"],
             &["--config", "x"],
-            &["--token-file", "x"],
         ] {
             assert!(with(wrong).is_err(), "{wrong:?}");
         }
-        assert!(parse(&["--connect", "unix:/run/x"]).is_err());
+        for alone in [&["--connect", "unix:/run/x"][..], &["--token-file", "x"], &["--plain-http"]]
+        {
+            assert!(parse(alone).is_err(), "{alone:?}");
+        }
         assert!(parse(&["--memory", "1024"]).is_ok());
     }
 }

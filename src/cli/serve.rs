@@ -113,8 +113,18 @@ pub(crate) fn run(args: &Args) -> u8 {
                 format!("{trouble}; for development, `--host emulated` serves without KVM")
             })?;
         }
+        if args.sandbox.host == Host::Native
+            && let Err(trouble) = host::usable(&config)
+        {
+            complain(&format!("{trouble}; serving all the same, as --host native says"));
+        }
         let forward = args.sandbox.host == Host::Emulated && !config.emulated;
         let listen = forward.then(|| args.server.forward()).transpose()?;
+        if let Some(address) = listen {
+            // Said here in plain words, and not by the emulator.
+            std::net::TcpListener::bind(address)
+                .map_err(|error| format!("cannot listen on {address}: {error}"))?;
+        }
         let connection = Connection { listen, ..Connection::default() };
         match host::choose(&args.sandbox, &config, connection)? {
             Choice::Native => serve(args, config),

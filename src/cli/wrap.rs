@@ -6,6 +6,9 @@ use std::time::Duration;
 
 use casulo_protocol::spec::{RunSpec, SandboxSpec};
 
+use tokio::io::{AsyncBufRead, AsyncBufReadExt, BufReader};
+use tokio_util::sync::CancellationToken;
+
 use crate::cli::connect::ConnectOptions;
 use crate::cli::ends::{Ends, on_this_thread};
 use crate::cli::host::{self, Choice, Connection};
@@ -63,12 +66,12 @@ pub(crate) struct Args {
     /// Pass the texts of results on as they are, with what acts unseen in them
     #[arg(long, conflicts_with = "config")]
     raw: bool,
-    /// Wrap the servers of this file instead, each in a microVM of its own
+    /// Wrap the servers of this file (docs/wrap.md) instead, each in a microVM of its own
     #[arg(long, value_name = "FILE", conflicts_with_all = EACH)]
     config: Option<PathBuf>,
     /// Run the server in this sandbox of a running `casulo serve`, which `create_sandbox` made,
     /// instead of in a microVM of its own
-    #[arg(long = "sandbox", value_name = "ID", help_heading = "Options of a connection", conflicts_with_all = ["config", "SandboxOptions", "user"])]
+    #[arg(long = "sandbox", value_name = "ID", group = "remote", help_heading = "Options of a connection", conflicts_with_all = ["config", "SandboxOptions", "user"])]
     kept: Option<String>,
     /// Where that is: http://HOST:PORT/mcp, https://HOST/mcp or unix:PATH [default:
     /// http://127.0.0.1:7420/mcp]
@@ -182,22 +185,49 @@ fn started(args: &Args) -> Result<u8, String> {
     }
 }
 
+/// Until the client has closed its side without having said anything.
+async fn gone(read: &mut (impl AsyncBufRead + Unpin)) {
+    if read.fill_buf().await.is_ok_and(|said| !said.is_empty()) {
+        std::future::pending::<()>().await;
+    }
+}
+
 fn serve(servers: Vec<ServerSpec>, accept: bool, config: RuntimeConfig) -> Result<u8, String> {
     on_this_thread(async {
         let runtime = Arc::new(Runtime::open(config).map_err(|e| e.to_string())?);
         for server in &servers {
             if let Some(spec) = own(server) {
-                runtime.check(spec).await.map_err(|e| e.to_string())?;
+                let whose = match server.name.as_str() {
+                    "" => String::new(),
+                    name => format!("server {name:?}: "),
+                };
+                runtime.check(spec).await.map_err(|e| format!("{whose}{e}"))?;
             }
         }
         let mut ends = Ends::install().map_err(|e| e.to_string())?;
         let pins = host::home().join("wrap/pins");
-        let wrapped = tokio::select! {
-            wrapped = Wrapped::start(runtime, servers, pins, accept) => wrapped?,
-            status = ends.next() => return Ok(status),
+        let (read, write) = rmcp::transport::stdio_pipes();
+        let (mut read, give_up) = (BufReader::new(read), CancellationToken::new());
+        let start = Wrapped::start(runtime, servers, pins, accept, give_up.clone());
+        tokio::pin!(start);
+        let early = tokio::select! {
+            wrapped = &mut start => Err(wrapped?),
+            status = ends.next() => Ok(status),
+            () = gone(&mut read) => Ok(0),
+        };
+        let wrapped = match early {
+            Err(wrapped) => wrapped,
+            Ok(status) => {
+                give_up.cancel();
+                // Those that have just started are ended as ever.
+                return match start.await {
+                    Ok(wrapped) => wrapped.close().await.map(|()| status),
+                    Err(_) => Ok(status),
+                };
+            }
         };
         let served = tokio::select! {
-            served = wrapped.serve_stdio() => served.map(|()| 0),
+            served = wrapped.serve(read, write) => served.map(|()| 0),
             status = ends.next() => Ok(status),
         };
         let closed = wrapped.close().await;

@@ -74,8 +74,11 @@ pub fn read(file: &Path) -> Result<Vec<ServerSpec>, ConfigError> {
     let failed = |why: String| ConfigError { file: file.to_owned(), why };
     let mut text = String::new();
     std::fs::File::open(file)
-        .and_then(|open| open.take(MAX_FILE).read_to_string(&mut text))
+        .and_then(|open| open.take(MAX_FILE.saturating_add(1)).read_to_string(&mut text))
         .map_err(|error| failed(format!("cannot be read: {error}")))?;
+    if u64::try_from(text.len()).unwrap_or(u64::MAX) > MAX_FILE {
+        return Err(failed(format!("it has more than {MAX_FILE} bytes")));
+    }
     let folder = file.parent().unwrap_or(Path::new(""));
     let folder =
         std::path::absolute(folder.join(".")).map_err(|error| failed(error.to_string()))?;

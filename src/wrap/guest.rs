@@ -12,6 +12,8 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::Place;
+#[cfg(feature = "http")]
+use super::said::LastWords;
 use super::said::Said;
 use crate::{Error, Execution, Files, Program, Runtime, Sandbox, Stdio};
 
@@ -52,17 +54,17 @@ impl Guest {
         let (stdin, their_stdin) = tokio::io::duplex(PIPE);
         let (their_stdout, stdout) = tokio::io::duplex(PIPE);
         let (tell, end) = oneshot::channel();
-        let stdio = Stdio {
+        let stdio = |stderr| Stdio {
             stdin: Some(Box::new(their_stdin)),
             stdout: Box::new(their_stdout),
-            stderr: Box::new(said.stderr()),
+            stderr: Box::new(stderr),
             control: None,
         };
         let kill = CancellationToken::new();
         let guest = match place {
             Place::Own(spec) => {
                 let sandbox = runtime.sandbox(*spec).await.map_err(|error| error.to_string())?;
-                let sandbox = Arc::new(sandbox);
+                let (sandbox, stdio) = (Arc::new(sandbox), stdio(said.stderr()));
                 let run = tokio::spawn({
                     let (sandbox, kill) = (Arc::clone(&sandbox), kill.clone());
                     async move {
@@ -83,10 +85,12 @@ impl Guest {
             Place::Kept { endpoint, id } => {
                 let stream = crate::bridge::exec::start(&endpoint, &id, &command).await?;
                 let emulated = stream.emulated;
+                let words = LastWords::default();
+                let stdio = stdio(said.stderr().keeping(words.clone()));
                 let run = tokio::spawn({
                     let kill = kill.clone();
                     async move {
-                        let run = kept::carry(stream.connection, stdio);
+                        let run = kept::carry(stream.connection, stdio, &words);
                         // The end of the connection is that of the server.
                         let why = kill.run_until_cancelled(run).await;
                         let _ = tell.send(why.unwrap_or_else(|| "it was ended".to_owned()));
@@ -101,6 +105,11 @@ impl Guest {
     /// Whether it is on an emulated host, where everything takes longer.
     pub(super) fn emulated(&self) -> bool {
         self.emulated
+    }
+
+    /// Kills the server, without waiting for its end.
+    pub(super) fn kill(&self) {
+        self.kill.cancel();
     }
 
     /// Waits a moment for the server, whose input must be closed, to end by itself; then ends it, with
@@ -149,6 +158,7 @@ fn end_of(result: &RunResult) -> String {
 mod kept {
     use tokio::io::{AsyncRead, AsyncWrite};
 
+    use super::LastWords;
     use crate::Stdio;
     use crate::agent::exec::{Progress, pump};
 
@@ -156,17 +166,23 @@ mod kept {
     pub(super) async fn carry(
         connection: impl AsyncRead + AsyncWrite + Send,
         stdio: Stdio,
+        words: &LastWords,
     ) -> String {
         // The token is for a guest that has many streams.
-        match pump(connection, 0, stdio, &Progress::default()).await {
+        let end = pump(connection, 0, stdio, &Progress::default()).await;
+        // Standard error has been heard to its end by now.
+        match (end, words.take()) {
             // As of `waitpid` (Linux, `include/linux/wait.h`).
-            Ok(Some(status)) => match (status & 0x7f, (status >> 8) & 0xff) {
-                (0, code) => format!("exit status {code}"),
-                (signal, _) => format!("signal {signal}"),
-            },
-            Ok(None) => "its sandbox, or the connection to it, has ended; standard error says more"
-                .to_owned(),
-            Err(error) => format!("the connection to its sandbox broke: {error}"),
+            (Ok(Some(status)), words) => {
+                let how = match (status & 0x7f, (status >> 8) & 0xff) {
+                    (0, code) => format!("exit status {code}"),
+                    (signal, _) => format!("signal {signal}"),
+                };
+                words.map_or_else(|| how.clone(), |words| format!("{words}; {how}"))
+            }
+            (Ok(None), Some(words)) => words,
+            (Ok(None), None) => "its sandbox, or the connection to it, has ended".to_owned(),
+            (Err(error), _) => format!("the connection to its sandbox broke: {error}"),
         }
     }
 }

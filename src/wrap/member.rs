@@ -7,6 +7,7 @@ use casulo_protocol::error::{ErrorClass, Retry, TaskError};
 use rmcp::model::{CallToolResult, Implementation};
 use serde_json::{Map, Value, json};
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 use super::ServerSpec;
 use super::guest::Guest;
@@ -68,15 +69,25 @@ impl Member {
         pins: Pins,
         accept: bool,
         notes: mpsc::Sender<Note>,
+        give_up: &CancellationToken,
     ) -> Result<Self, String> {
         let said = Said::new(&spec.name);
-        let (guest, streams) =
-            Guest::start(runtime, spec.place.clone(), spec.command.clone(), &said).await?;
+        let start = Guest::start(runtime, spec.place.clone(), spec.command.clone(), &said);
+        // Before it has started nothing of the server's has run.
+        let given_up = || "it was given up before it had started".to_owned();
+        let start = give_up.run_until_cancelled(start).await;
+        let (guest, streams) = start.unwrap_or_else(|| Err(given_up()))?;
         let upstream =
             Upstream::new(streams.stdout, streams.stdin, streams.end, notes, said.clone());
         let limit = if guest.emulated() { START_EMULATED } else { START };
-        let shaken = tokio::time::timeout(limit, handshake(&upstream, limit)).await;
-        let shaken = shaken.unwrap_or(Err(Failure::Late(limit)));
+        let shaken = tokio::time::timeout(limit, handshake(&upstream, limit));
+        let shaken = match give_up.run_until_cancelled(shaken).await {
+            Some(shaken) => shaken.unwrap_or(Err(Failure::Late(limit))),
+            None => {
+                guest.kill();
+                Err(Failure::Ended(given_up()))
+            }
+        };
         let (info, raw_instructions) = match shaken {
             Ok(shaken) => shaken,
             Err(failure) => {
@@ -117,11 +128,18 @@ impl Member {
         };
         let server = Identity {
             image: self.spec.place.name(),
+            files: self.spec.place.files(),
             command: self.spec.command.command.clone(),
             name: self.spec.name.clone(),
         };
         let offer = Offer::new(self.raw_instructions.clone(), &list);
-        self.pins.check(&server, &offer, accept).map_err(|error| error.to_string())?;
+        let accepted = self.pins.check(&server, &offer, accept);
+        if let Some(changes) = accepted.map_err(|error| error.to_string())? {
+            self.said.note(&format!("accepted other tools than before: {changes}"));
+        }
+        for pattern in self.spec.tools.idle(list.iter()) {
+            self.said.note(&format!("no tool of the server is called {pattern}"));
+        }
         Ok(Arc::new(Tools::new(&list, &self.spec.tools, &self.spec.name)))
     }
 

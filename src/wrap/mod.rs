@@ -32,8 +32,10 @@ use std::time::Duration;
 use casulo_protocol::spec::{RunSpec, SandboxSpec};
 use rmcp::ServiceExt;
 use rmcp::service::ServerInitializeError;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
 
 pub use config::{ConfigError, read as read_config};
 pub use offer::Allowlist;
@@ -71,8 +73,21 @@ impl Place {
         match self {
             Self::Own(sandbox) => sandbox.image.clone(),
             #[cfg(feature = "http")]
-            Self::Kept { endpoint, .. } => format!("a sandbox of {endpoint}"),
+            Self::Kept { endpoint, .. } => format!("a sandbox of {}", endpoint.identity()),
         }
+    }
+
+    /// What of the host it can read and not write, in which its program may be.
+    fn files(&self) -> Vec<PathBuf> {
+        let sandbox = match self {
+            Self::Own(sandbox) => sandbox,
+            #[cfg(feature = "http")]
+            Self::Kept { .. } => return Vec::new(),
+        };
+        let shares = sandbox.shares.iter().filter(|share| !share.writable);
+        let all = sandbox.input.iter().chain(shares.map(|share| &share.host));
+        // One that is not there is told when the server starts.
+        all.map(|path| path.canonicalize().unwrap_or_else(|_| path.clone())).collect()
     }
 }
 
@@ -110,7 +125,8 @@ impl std::fmt::Debug for Wrapped {
 impl Wrapped {
     /// Starts every server, all at the same time. `pins` is the folder of the accepted tools; with
     /// `accept` those that are offered now are. Among several, one that cannot be started does not
-    /// keep the others; its tools say why.
+    /// keep the others; its tools say why. Whatever has not started when `give_up` says so is ended, and
+    /// what it wrote made safe to read.
     ///
     /// # Errors
     /// Why the only server, or every server, cannot be started.
@@ -119,15 +135,16 @@ impl Wrapped {
         servers: Vec<ServerSpec>,
         pins: PathBuf,
         accept: bool,
+        give_up: CancellationToken,
     ) -> Result<Self, String> {
         let pins = Pins::new(pins);
         let mut starting = JoinSet::new();
         for (n, spec) in servers.into_iter().enumerate() {
-            let (runtime, pins) = (Arc::clone(&runtime), pins.clone());
+            let (runtime, pins, give_up) = (Arc::clone(&runtime), pins.clone(), give_up.clone());
             starting.spawn(async move {
                 let name = spec.name.clone();
                 let (tell, notes) = mpsc::channel(4);
-                let started = Member::start(&runtime, spec, pins, accept, tell).await;
+                let started = Member::start(&runtime, spec, pins, accept, tell, &give_up).await;
                 (n, name, started.map(|member| (member, notes)))
             });
         }
@@ -161,12 +178,15 @@ impl Wrapped {
         Ok(Self { front, listeners })
     }
 
-    /// Serves one client on standard input and output until it closes them.
+    /// Serves one client, whose messages are lines, until it closes its side.
     ///
     /// # Errors
     /// The client broke the protocol before the first request, or the server task failed.
-    pub async fn serve_stdio(&self) -> io::Result<()> {
-        let (read, write) = rmcp::transport::stdio_pipes();
+    pub async fn serve(
+        &self,
+        read: impl AsyncRead + Send + Unpin + 'static,
+        write: impl AsyncWrite + Send + Unpin + 'static,
+    ) -> io::Result<()> {
         match self.front.clone().serve(Lines::new(read, write)).await {
             Ok(running) => running.waiting().await.map(drop).map_err(io::Error::other),
             // A client that only probes and leaves is no failure.

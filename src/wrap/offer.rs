@@ -20,7 +20,7 @@ const MAX_URI: usize = 2048;
 
 /// Which tools may be used.
 #[derive(Clone, Debug, Default)]
-pub struct Allowlist(Option<GlobSet>);
+pub struct Allowlist(Option<(GlobSet, Vec<String>)>);
 
 impl Allowlist {
     /// Names and patterns with `*` and `?`; none: every tool.
@@ -29,21 +29,35 @@ impl Allowlist {
     /// The pattern that makes no sense.
     pub fn new<'a>(patterns: impl IntoIterator<Item = &'a str>) -> Result<Self, String> {
         let mut set = GlobSetBuilder::new();
-        let mut any = false;
+        let mut all = Vec::new();
         for pattern in patterns {
             let pattern = pattern.trim();
             if pattern.is_empty() {
                 return Err("a list of tools has an empty name".to_owned());
             }
-            any = true;
+            all.push(pattern.to_owned());
             set.add(Glob::new(pattern).map_err(|error| error.to_string())?);
         }
         let set = set.build().map_err(|error| error.to_string())?;
-        Ok(Self(any.then_some(set)))
+        Ok(Self((!all.is_empty()).then_some((set, all))))
     }
 
     fn allows(&self, name: &str) -> bool {
-        self.0.as_ref().is_none_or(|set| set.is_match(name))
+        self.0.as_ref().is_none_or(|(set, _)| set.is_match(name))
+    }
+
+    /// Names and patterns that none of `tools` has.
+    pub(super) fn idle<'a>(&'a self, tools: impl Iterator<Item = &'a Value>) -> Vec<&'a str> {
+        let Some((set, all)) = &self.0 else { return Vec::new() };
+        let mut idle: Vec<Option<&str>> = all.iter().map(|one| Some(one.as_str())).collect();
+        for name in tools.filter_map(|tool| tool.get("name").and_then(Value::as_str)) {
+            for place in set.matches(name) {
+                if let Some(one) = idle.get_mut(place) {
+                    *one = None;
+                }
+            }
+        }
+        idle.into_iter().flatten().collect()
     }
 }
 

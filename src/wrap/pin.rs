@@ -31,6 +31,10 @@ pub(super) struct Identity {
     pub(super) command: Vec<String>,
     /// The server's name among several.
     pub(super) name: String,
+    /// What of the host it can read and not write, in which its program may be: the same command is
+    /// another server in another project.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) files: Vec<PathBuf>,
 }
 
 /// What a server offers.
@@ -60,14 +64,16 @@ struct Pin {
 pub(super) enum PinError {
     /// It is not the one that was accepted.
     #[error(
-        "the server's tools are not those that were accepted: {changes}. Look at what it offers now, \
-         and accept it with --accept-tools (the accepted ones are in {file})"
+        "the server's tools are not those that were accepted: {changes}. Compare the accepted ones in \
+         {file} with what it offers now, in {offered}; --accept-tools accepts that"
     )]
     Changed {
         /// What differs.
         changes: String,
         /// Where the accepted offer is.
         file: PathBuf,
+        /// Where the new one is.
+        offered: PathBuf,
     },
     /// The accepted offer cannot be read.
     #[error(
@@ -158,7 +164,8 @@ impl Pins {
         self.folder.join(format!("{}.json", hex(&Sha256::digest(key.as_bytes()))))
     }
 
-    /// Compares an offer with the accepted one; the first one is accepted, and with `accept` any.
+    /// Compares an offer with the accepted one; the first one is accepted, and with `accept` any: then it
+    /// gives what changed, if anything did.
     ///
     /// # Errors
     /// It differs, or the file cannot be read or written.
@@ -167,7 +174,7 @@ impl Pins {
         server: &Identity,
         offer: &Offer,
         accept: bool,
-    ) -> Result<(), PinError> {
+    ) -> Result<Option<String>, PinError> {
         let file = self.file(server);
         let known = match read(&file) {
             Ok(pin) => pin,
@@ -175,16 +182,25 @@ impl Pins {
             Err(why) => return Err(PinError::Unreadable { file, why }),
         };
         let sha256 = offer.digest();
-        match known {
-            Some(pin) if pin.sha256 == sha256 => return Ok(()),
-            Some(pin) if !accept => {
-                return Err(PinError::Changed { changes: pin.offer.changes(offer), file });
-            }
-            _ => {}
-        }
+        let offered = file.with_extension("offered.json");
+        let changes = known.as_ref().map(|pin| pin.offer.changes(offer));
+        let same = known.is_some_and(|pin| pin.sha256 == sha256);
         let pin = Pin { format: FORMAT, server: server.clone(), sha256, offer: offer.clone() };
-        self.write(&file, &pin)
-            .map_err(|error| PinError::Unwritable { file, why: error.to_string() })
+        match changes {
+            Some(_) if same => Ok(None),
+            Some(changes) if !accept => {
+                // Where it cannot be written there is none to look at, and it is refused all the same.
+                let _ = self.write(&offered, &pin);
+                Err(PinError::Changed { changes, file, offered })
+            }
+            changes => {
+                let written = self.write(&file, &pin);
+                written.map_err(|error| PinError::Unwritable { file, why: error.to_string() })?;
+                // If there is one.
+                let _ = std::fs::remove_file(&offered);
+                Ok(changes)
+            }
+        }
     }
 
     /// All or nothing, also when two processes write at once.
@@ -234,7 +250,8 @@ mod tests {
     use super::*;
 
     fn identity(name: &str) -> Identity {
-        Identity { image: "base".into(), command: vec!["x".into()], name: name.into() }
+        let command = vec!["x".into()];
+        Identity { image: "base".into(), command, name: name.into(), files: Vec::new() }
     }
 
     fn offer(tools: Value) -> Offer {
@@ -263,17 +280,25 @@ mod tests {
         let error = pins.check(&identity(""), &evil, false).unwrap_err().to_string();
         assert!(error.contains("added c\\n; removed b; changed a. "), "{error}");
         assert!(error.contains("--accept-tools"));
+        let offered = pins.file(&identity("")).with_extension("offered.json");
+        let shown = std::fs::read_to_string(&offered).unwrap();
+        assert!(error.contains(offered.to_str().unwrap()) && shown.contains("\"c\\n\""), "{shown}");
         // Still refused, and another server has its own.
         assert!(pins.check(&identity(""), &evil, false).is_err());
         pins.check(&identity("other"), &evil, false).unwrap();
-        pins.check(&identity(""), &evil, true).unwrap();
-        pins.check(&identity(""), &evil, false).unwrap();
+        let elsewhere = Identity { files: vec!["/project/server.py".into()], ..identity("") };
+        pins.check(&elsewhere, &evil, false).unwrap();
+        let accepted = pins.check(&identity(""), &evil, true).unwrap();
+        assert_eq!(accepted.as_deref(), Some("added c\\n; removed b; changed a"));
+        assert!(!offered.exists());
+        assert_eq!(pins.check(&identity(""), &evil, true).unwrap(), None);
+        assert_eq!(pins.check(&identity(""), &evil, false).unwrap(), None);
         let mut words = evil.clone();
         words.instructions = None;
         let error = pins.check(&identity(""), &words, false).unwrap_err().to_string();
         assert!(error.contains("accepted: other instructions. "), "{error}");
         let files: Vec<_> = std::fs::read_dir(&pins.folder).unwrap().flatten().collect();
-        assert_eq!(files.len(), 2, "nothing temporary is left");
+        assert_eq!(files.len(), 4, "three accepted and one offered, and nothing temporary");
     }
 
     #[test]

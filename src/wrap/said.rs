@@ -96,7 +96,26 @@ impl Said {
 
     /// The server's standard error.
     pub(super) fn stderr(&self) -> Stderr {
-        Stderr { said: self.clone(), line: Vec::new(), skipping: false }
+        Stderr {
+            said: self.clone(),
+            line: Vec::new(),
+            skipping: false,
+            #[cfg(feature = "http")]
+            words: None,
+        }
+    }
+}
+
+/// The last that `casulo serve` said on the standard error of a server in one of its sandboxes, made safe
+/// to read.
+#[cfg(feature = "http")]
+#[derive(Clone, Debug, Default)]
+pub(super) struct LastWords(Arc<Mutex<Option<String>>>);
+
+#[cfg(feature = "http")]
+impl LastWords {
+    pub(super) fn take(&self) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
@@ -105,12 +124,28 @@ pub(super) struct Stderr {
     said: Said,
     line: Vec<u8>,
     skipping: bool,
+    #[cfg(feature = "http")]
+    words: Option<LastWords>,
 }
 
 impl Stderr {
+    /// Keeps lines that begin as those of `casulo serve` do instead of saying them. A server may say
+    /// such lines too; they count as what is said of it.
+    #[cfg(feature = "http")]
+    pub(super) fn keeping(mut self, words: LastWords) -> Self {
+        self.words = Some(words);
+        self
+    }
+
     fn end_line(&mut self) {
         let line = std::mem::take(&mut self.line);
         if !std::mem::take(&mut self.skipping) && !line.is_empty() {
+            #[cfg(feature = "http")]
+            if let (Some(words), Some(text)) = (&self.words, line.strip_prefix(b"casulo: ")) {
+                let text = text::safe(&String::from_utf8_lossy(text));
+                *words.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
+                return;
+            }
             self.said.note(&String::from_utf8_lossy(&line));
         }
     }
@@ -185,6 +220,20 @@ mod tests {
         }
         let bytes: usize = lines.try_iter().map(|line| line.len()).sum();
         assert!(bytes <= 200_000, "{bytes}");
+    }
+
+    #[cfg(feature = "http")]
+    #[tokio::test]
+    async fn the_last_words_of_casulo_serve_are_kept_and_not_said() {
+        let (out, lines) = sync_channel(10);
+        let words = LastWords::default();
+        let mut stderr = Said::to("", out).stderr().keeping(words.clone());
+        stderr.write_all(b"one\ncasulo: first\ncas").await.unwrap();
+        stderr.write_all(b"ulo: the \x1b[31mlast\n").await.unwrap();
+        drop(stderr);
+        assert_eq!(lines.try_iter().collect::<Vec<_>>(), ["casulo: one\n"]);
+        assert_eq!(words.take().as_deref(), Some("the last"));
+        assert_eq!(words.take(), None);
     }
 
     #[test]

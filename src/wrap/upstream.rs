@@ -270,7 +270,12 @@ impl Shared {
 
     fn end(&self, why: &str) {
         lock(&self.state).ended = Some(why.to_owned());
-        self.fail_all(&Failure::Ended(why.to_owned()));
+        let failure = Failure::Ended(why.to_owned());
+        if lock(&self.out).is_none() && lock(&self.state).pending.is_empty() {
+            // As it was told to.
+            return;
+        }
+        self.fail_all(&failure);
     }
 
     fn line(&self, line: &[u8], notes: &mpsc::Sender<Note>) {

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use serde_json::{Value, json};
 
 use crate::client::Client;
-use crate::support::{Leftovers, casulo, folder, home, open_folder, wait};
+use crate::support::{Leftovers, casulo, folder, home, open_folder, wait, wait_for};
 
 /// A `CASULO_HOME` with nothing accepted in it yet.
 pub(crate) fn fresh_home() -> tempfile::TempDir {
@@ -435,6 +435,25 @@ fn servers_of_a_file_have_prefixes_and_one_that_dies_dies_alone() {
     assert_eq!(echo["content"][0]["text"], "a");
     client.end();
     drop((home, folder));
+    before.assert_unchanged();
+}
+
+#[test]
+fn a_start_that_its_client_gives_up_ends_and_leaves_nothing_dangerous() {
+    let before = Leftovers::now();
+    let (home, output) = (fresh_home(), open_folder());
+    let script = "ln -s /etc evil; echo here > good; sleep 1000";
+    let args = ["--output", output.path().to_str().unwrap(), "--", "bash", "-c", script];
+    let mut child = wrap(home.path(), &args).stdin(Stdio::piped()).spawn().unwrap();
+    wait_for("the server", || {
+        assert!(child.try_wait().unwrap().is_none());
+        fs::read_to_string(output.path().join("good")).ok().filter(|text| !text.is_empty())
+    });
+    assert!(output.path().join("evil").is_symlink());
+    drop(child.stdin.take());
+    assert!(wait(&mut child).success());
+    assert!(!output.path().join("evil").is_symlink() && output.path().join("good").exists());
+    drop((home, output));
     before.assert_unchanged();
 }
 

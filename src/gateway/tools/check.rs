@@ -7,6 +7,8 @@ use regex_lite::Regex;
 use rmcp::model::JsonObject;
 use serde_json::Value;
 
+use crate::text;
+
 /// The pattern of a text without NUL.
 const NO_NUL: &str = r"^[^\x00]*$";
 
@@ -21,9 +23,12 @@ pub(super) fn check(schema: &JsonObject, arguments: &Value) -> Result<(), String
         return Ok(());
     };
     for (name, value) in arguments {
-        if let Some(schema) = properties.get(name) {
-            one(name, schema, value)?;
-        }
+        let Some(schema) = properties.get(name) else {
+            let known: Vec<&str> = properties.keys().map(String::as_str).collect();
+            let name = text::brief(name, 80);
+            return Err(format!("unknown argument {name}; there are {}", known.join(", ")));
+        };
+        one(name, schema, value)?;
     }
     Ok(())
 }
@@ -289,7 +294,7 @@ mod tests {
         for name in Name::ALL {
             assert!(accepts(name, &good(name)), "{name:?}");
             let error = name.accepts(with(name, "comand", json!("x")).as_object().unwrap().clone());
-            assert!(error.unwrap_err().contains("unknown field `comand`"), "{name:?}");
+            assert!(error.unwrap_err().contains("unknown argument comand"), "{name:?}");
         }
         let error = Name::RunCommand.accepts(serde_json::Map::new()).unwrap_err();
         assert!(error.contains("missing field `command`"), "{error}");
