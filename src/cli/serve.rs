@@ -114,6 +114,7 @@ pub(crate) fn run(args: &Args) -> u8 {
             })?;
         }
         if args.sandbox.host == Host::Native
+            && !config.emulated
             && let Err(trouble) = host::usable(&config)
         {
             complain(&format!("{trouble}; serving all the same, as --host native says"));
@@ -137,7 +138,17 @@ pub(crate) fn run(args: &Args) -> u8 {
     })
 }
 
+/// A connection takes two descriptors and a sandbox more, and most machines give a process 1024 unless it
+/// asks for what it may have.
+fn more_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    // With fewer there are fewer connections at once; others wait.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+}
+
 fn serve(args: &Args, runtime: RuntimeConfig) -> Result<u8, String> {
+    more_descriptors();
     let host = if runtime.emulated { HostKind::Emulated } else { HostKind::Native };
     let (config, token_file) = args.server.config()?;
     let tokio = tokio::runtime::Builder::new_multi_thread()

@@ -76,6 +76,11 @@ impl Drop for Server {
 #[test]
 fn http_callers_do_not_see_each_others_sandboxes_which_outlive_their_clients() {
     let server = Server::start("127.0.0.1:0");
+    // As many descriptors as it may have.
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", server.child.id())).unwrap();
+    let files = limits.lines().find(|line| line.starts_with("Max open files")).unwrap();
+    let files: Vec<&str> = files.split_whitespace().collect();
+    assert_eq!(files[3], files[4]);
     let (mut ana, mut bob) = (server.client("ana"), server.client("bob"));
     let sandbox = ana.sandbox();
     ana.bash(&sandbox, "echo secret > note");
