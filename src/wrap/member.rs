@@ -100,8 +100,14 @@ impl Member {
         let tools = Mutex::new(Err("its tools have not been asked for".to_owned()));
         let guest = Mutex::new(Some(guest));
         let member = Self { spec, info, said, upstream, guest, pins, tools, raw_instructions };
-        member.refresh(accept, limit).await;
-        Ok(member)
+        if give_up.run_until_cancelled(member.refresh(accept, limit)).await.is_some() {
+            return Ok(member);
+        }
+        if let Some(guest) = lock(&member.guest).as_ref() {
+            guest.kill();
+        }
+        let _ = member.close().await;
+        Err(given_up())
     }
 
     /// Asks for the tools and compares them with those that were accepted. Tells whether they may be
