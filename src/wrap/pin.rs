@@ -182,12 +182,13 @@ impl Pins {
             Err(why) => return Err(PinError::Unreadable { file, why }),
         };
         let sha256 = offer.digest();
+        if known.as_ref().is_some_and(|pin| pin.sha256 == sha256) {
+            return Ok(None);
+        }
         let offered = file.with_extension("offered.json");
-        let changes = known.as_ref().map(|pin| pin.offer.changes(offer));
-        let same = known.is_some_and(|pin| pin.sha256 == sha256);
+        let changes = known.map(|pin| pin.offer.changes(offer));
         let pin = Pin { format: FORMAT, server: server.clone(), sha256, offer: offer.clone() };
         match changes {
-            Some(_) if same => Ok(None),
             Some(changes) if !accept => {
                 // Where it cannot be written there is none to look at, and it is refused all the same.
                 let _ = self.write(&offered, &pin);
